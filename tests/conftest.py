@@ -20,6 +20,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=8, help=words)
 
 
+@pytest.fixture
+def hub_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub is taken to be there, for a test that stands in for its downloads."""
+    monkeypatch.setattr("unirl.models.loading.hub.unreachable", lambda: None)
+
+
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
     """Ray is up in this process, with room for several pools."""

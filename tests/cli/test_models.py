@@ -117,11 +117,12 @@ def test_check_refuses_a_folder_that_is_no_model(tmp_path: Path, capsys: pytest.
     refused(tmp_path, capsys, "has neither model_index.json nor config.json")
 
 
+@pytest.mark.usefixtures("hub_answers")
 def test_pull_shows_the_sizes_first_and_downloads_only_what_a_run_reads(
     flux: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Api:
-        def model_info(self, repo: str, revision: str | None, files_metadata: bool) -> SimpleNamespace:
+        def model_info(self, repo: str, revision: str | None, files_metadata: bool, timeout: float) -> SimpleNamespace:
             files = [SimpleNamespace(rfilename=n, size=(flux / n).stat().st_size) for n in sorted(files_in(flux))]
             return SimpleNamespace(siblings=files)
 
@@ -138,6 +139,7 @@ def test_pull_shows_the_sizes_first_and_downloads_only_what_a_run_reads(
     assert capsys.readouterr().out.splitlines()[-1] == str(fake.cache) and files_in(fake.cache) == names
 
 
+@pytest.mark.usefixtures("hub_answers")
 def test_pull_says_what_to_do_about_an_unknown_model(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

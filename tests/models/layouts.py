@@ -127,7 +127,13 @@ class Hub:
         self.cache = cache
 
     def __call__(
-        self, repo: str, *, revision: str | None, allow_patterns: Iterable[str], ignore_patterns: Iterable[str]
+        self,
+        repo: str,
+        *,
+        revision: str | None,
+        allow_patterns: Iterable[str],
+        ignore_patterns: Iterable[str],
+        local_files_only: bool,
     ) -> str:
         from huggingface_hub.utils import filter_repo_objects
 

@@ -40,7 +40,7 @@ each_language_model = pytest.mark.parametrize("hub_id", LANGUAGE_MODELS)
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Hub:
+def hub(hub_answers: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Hub:
     fake = Hub(write_repository(request.getfixturevalue("hub_id"), tmp_path / "repository"), tmp_path / "cache")
     monkeypatch.setattr("huggingface_hub.snapshot_download", fake)
     monkeypatch.setattr(loading_hub, "_fetch", loading_hub._fetch.__wrapped__)  # a process asks the hub only once

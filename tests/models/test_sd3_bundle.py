@@ -120,6 +120,7 @@ def test_damaged_files_are_refused_by_name(pixel_directory: Path, tmp_path: Path
     refused(str(broken), "config.json is missing: the model directory is incomplete")
 
 
+@pytest.mark.usefixtures("hub_answers")
 @pytest.mark.parametrize("kind", ["gated", "absent", "revision", "offline"])
 def test_errors_of_the_hub_are_reported_with_a_remedy(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import httpx
@@ -143,6 +144,7 @@ def test_errors_of_the_hub_are_reported_with_a_remedy(kind: str, monkeypatch: py
     refused("someone/some-sd3", f"model 'someone/some-sd3' {match}", "v9" if kind == "revision" else None)
 
 
+@pytest.mark.usefixtures("hub_answers")
 def test_a_process_asks_the_hub_once_for_the_same_files(pixel_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, ...]] = []
 

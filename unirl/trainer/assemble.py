@@ -30,6 +30,8 @@ from unirl.models.base import Bundle, Pipeline
 from unirl.models.denoising.bundle import DiffusionBundle
 from unirl.models.denoising.differentiable import DifferentiableStage
 from unirl.models.denoising.pipeline import DiffusionPipeline
+from unirl.models.loading.checkpoint import TOY
+from unirl.models.loading.hub import ModelSource, look_up
 from unirl.plan.machine import check_machine, check_memory, is_elsewhere
 from unirl.plan.placement import PlacementPlan, capabilities_of, plan_of
 from unirl.plan.preflight import KnownModel, check_disk, needs_of
@@ -82,6 +84,7 @@ def build_trainer(
     lora = None if recipe.config.lora is None else build(recipe.config.lora)
     check_resumable(resume, checkpoints.directory, recipe.resolved(), lora)
     threads = threads_of(recipe.config, recorded_threads(resume, checkpoints.directory))
+    look_up_models(recipe.config)
     if tracker is None:
         check_reward(recipe.config)
         tracker = open_tracker(recipe, root, session.argv if session else (), threads)
@@ -353,6 +356,27 @@ def check_reward(config: RecipeConfig) -> None:
     backend = config.reward_backend
     if backend is not None and any(_needs_server(node.schema.owner) for node in nodes_below(backend)):
         build(backend).check_start()
+
+
+def look_up_models(config: RecipeConfig) -> None:
+    """Refuse the model and those of rewards if they are neither on this machine nor on the hub.
+
+    Rewards are loaded after the model, which may take minutes. Raises NotFoundError (4001).
+    """
+    if not is_elsewhere(config):
+        trained = {} if config.model_path is None else {"PRETRAINED_MODEL (bundle.path)": config.model_path}
+        look_up(trained | ({} if config.reward_backend is None else models_named_by(config.reward_backend)))
+
+
+def models_named_by(root: Node) -> dict[str, str]:
+    """Key to hub id or path of every model that the blocks of a node name (`ModelSource`); a toy block reads none."""
+    models: dict[str, str] = {}
+    for node in nodes_below(root):
+        sources = [key.name for key in node.schema.keys.values() if key.annotation == ModelSource]
+        named = {name: node.require(name, str) for name in sources}
+        if TOY not in named.values():
+            models |= {f"{node.path}.{name}": path for name, path in named.items()}
+    return models
 
 
 def _needs_server(cls: type) -> bool:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from unirl.config.errors import NotFoundError
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+ModelSource = Annotated[str, "a hub id, or a local file or directory"]
+"""Annotation of a recipe key that names a model. `look_up` asks for such models before a run loads anything."""
+DEADLINE_S = 10.0
+"""Seconds that the hub may take to answer the first request of a process."""
 MODEL_INDEX = "model_index.json"
 CONFIG = "config.json"
 _LANGUAGE_TEXTS = ("*.json", "*.jinja", "*.txt")
@@ -59,8 +63,9 @@ def files_to_fetch(repo: str, revision: str | None) -> dict[str, int]:
     from huggingface_hub import HfApi
     from huggingface_hub.utils import filter_repo_objects
 
+    _refuse_without_hub({"PRETRAINED_MODEL (bundle.path)": repo})
     with _hub_errors(repo, revision):
-        info = HfApi().model_info(repo, revision=revision, files_metadata=True)
+        info = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=DEADLINE_S)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     is_pipeline = MODEL_INDEX in sizes
     patterns = _pipeline_patterns(repo, revision) if is_pipeline else (*_LANGUAGE_TEXTS, "*.safetensors")
@@ -116,14 +121,94 @@ def _fetch(repo: str, revision: str | None, *patterns: str) -> Path:
     """The local copy of a repository's files. A process asks the hub once for the same files."""
     from huggingface_hub import snapshot_download
 
-    unused = list(_UNUSED_WEIGHTS)
     with _hub_errors(repo, revision):
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=list(patterns), ignore_patterns=unused))
+        return Path(
+            snapshot_download(
+                repo,
+                revision=revision,
+                allow_patterns=list(patterns),
+                ignore_patterns=list(_UNUSED_WEIGHTS),
+                local_files_only=unreachable() is not None,
+            )
+        )
+
+
+def unreachable() -> str | None:
+    """Why the hub cannot be asked. None if it answers. A process asks only once, and waits DEADLINE_S at most.
+
+    Libraries ask for each file and try again, so that an outage takes them minutes. Without the hub they must be told
+    to read the local cache only.
+    """
+    from huggingface_hub import constants
+
+    return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _outage(constants.ENDPOINT)
+
+
+@cache
+def _outage(endpoint: str) -> str | None:
+    from httpx2 import TransportError
+    from huggingface_hub import get_session
+
+    try:
+        status = get_session().head(endpoint, timeout=DEADLINE_S).status_code
+    except (TransportError, OSError) as error:
+        return f"{endpoint}: {type(error).__name__}"
+    return f"{endpoint} answers {status}" if status >= 500 else None
+
+
+def only_from_cache(path: str) -> bool:
+    """True for a hub id if the hub cannot be reached, so that a library must not ask it."""
+    return not Path(path).expanduser().exists() and unreachable() is not None
+
+
+def look_up(models: Mapping[str, str]) -> None:
+    """Refuses models that are neither on this machine nor on the hub, before anything is loaded.
+
+    Nothing is downloaded, and a model of which the cache has any files is not asked for.
+
+    Args:
+        models: key of the recipe to the hub id or the path that it names.
+
+    Raises:
+        NotFoundError: 4001.
+    """
+    from huggingface_hub import HfApi
+
+    wanted = {key: path for key, path in models.items() if HUB_ID.fullmatch(path) and not _is_here(path)}
+    if not wanted:
+        return
+    _refuse_without_hub(wanted)
+    for key, path in wanted.items():
+        with _hub_errors(path, None, key):
+            HfApi().model_info(path, timeout=DEADLINE_S)
+
+
+def _is_here(path: str) -> bool:
+    """True if the path exists, or if the cache has a snapshot of this hub id."""
+    from huggingface_hub import constants
+
+    snapshots = Path(constants.HF_HUB_CACHE) / f"models--{path.replace('/', '--')}" / "snapshots"
+    return Path(path).expanduser().exists() or (snapshots.is_dir() and any(snapshots.iterdir()))
+
+
+def _refuse_without_hub(models: Mapping[str, str]) -> None:
+    """Refuses models by key (4001) if the hub cannot be reached."""
+    why = unreachable()
+    if why is not None:
+        shown = ", ".join(f"{key}={path!r}" for key, path in models.items())
+        raise NotFoundError(
+            f"{shown}: not in the local cache, and the hub cannot be reached ({why}). Connect, or name local "
+            "directories, or try the recipe with scale=toy"
+        )
 
 
 @contextmanager
-def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
-    """In this context, errors of the hub become a NotFoundError that says what to do."""
+def _hub_errors(repo: str, revision: str | None, key: str = "PRETRAINED_MODEL (bundle.path)") -> Iterator[None]:
+    """In this context, errors of the hub become a NotFoundError that says what to do.
+
+    Args:
+        key: the key of the recipe that names the repository.
+    """
     from httpx2 import TransportError
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -144,8 +229,8 @@ def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
         why = f"has no revision {revision!r}. Set bundle.revision to one that exists"
     except (LocalEntryNotFoundError, HfHubHTTPError, ConnectionError, TransportError) as error:
         why = (
-            f"is not in the local cache and the hub cannot be reached ({type(error).__name__}). Connect, or set "
-            "PRETRAINED_MODEL (bundle.path) to a local directory, or try the recipe with scale=toy"
+            f"is not in the local cache and the hub cannot be reached ({unreachable() or type(error).__name__}). "
+            f"Connect, or set {key} to a local directory, or try the recipe with scale=toy"
         )
     raise NotFoundError(f"model {repo!r} {why}")
 

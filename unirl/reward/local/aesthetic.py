@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from unirl.models.loading.hub import ModelSource
 from unirl.reward.base import CLIP_L
 from unirl.reward.local.shared.clip import clip_image_processor, toy_clip_config
 from unirl.reward.local.shared.images import ImageScorer, ImageScorerSpec
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class AestheticSpec(ImageScorerSpec):
-    path: str = "openai/clip-vit-large-patch14"
-    head: str = "trl-lib/ddpo-aesthetic-predictor"
+    path: ModelSource = "openai/clip-vit-large-patch14"
+    head: ModelSource = "trl-lib/ddpo-aesthetic-predictor"
     """The file of the head, or a hub id or local directory that holds aesthetic-model.pth; `toy` does not read it."""
 
 

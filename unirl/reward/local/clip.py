@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from unirl.models.loading.hub import ModelSource
 from unirl.reward.base import CLIP_L
 from unirl.reward.local.shared.clip import ClipSimilarityScorer, ClipSimilaritySpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClipSpec(ClipSimilaritySpec):
-    path: str = "openai/clip-vit-large-patch14"
-    processor: str = "openai/clip-vit-large-patch14"
+    path: ModelSource = "openai/clip-vit-large-patch14"
+    processor: ModelSource = "openai/clip-vit-large-patch14"
 
 
 class ClipRewardScorer(ClipSimilarityScorer):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from unirl.config.errors import NotFoundError, RewardError
+from unirl.models.loading.hub import ModelSource
 from unirl.reward.local.shared.pretrained import part
 from unirl.reward.local.shared.vision_language import (
     PROMPT_PLACE,
@@ -38,9 +39,9 @@ TOY_INSTRUCTIONS = tuple(f"{words}: {PROMPT_PLACE}? {REWARD_TOKEN}\n" for words 
 
 @dataclass(frozen=True, kw_only=True)
 class EditRewardSpec(VisionLanguageSpec):
-    path: str = "TIGER-Lab/EditReward-MiMo-VL-7B-SFT-2508"
+    path: ModelSource = "TIGER-Lab/EditReward-MiMo-VL-7B-SFT-2508"
     """The checkpoint file, or a hub id or local directory that holds model.safetensors; `toy` is a tiny Qwen2.5-VL."""
-    processor: str = "XiaomiMiMo/MiMo-VL-7B-SFT-2508"
+    processor: ModelSource = "XiaomiMiMo/MiMo-VL-7B-SFT-2508"
     questions: str | None = None
     """The directory EditReward/dataset of a copy of github.com/TIGER-AI-Lab/EditReward. Its files contain the questions
     that the model was trained with, and are parsed and not run. Required, except for `toy`."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from unirl.models.loading.hub import ModelSource
 from unirl.reward.base import CLIP_H
 from unirl.reward.local.shared.clip import ClipSimilarityScorer, ClipSimilaritySpec
 from unirl.reward.local.shared.images import normalised
@@ -25,12 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class HPSv2Spec(ClipSimilaritySpec):
-    path: str = "xswu/HPSv2"
+    path: ModelSource = "xswu/HPSv2"
     """A checkpoint file, or a hub id or local directory that holds `file`; `toy` is a tiny random CLIPModel."""
     file: str | None = "HPS_v2.1_compressed.pt"
     """The checkpoint (v2.0: HPS_v2_compressed.pt) in open_clip's layout, as pickled tensors or safetensors.
     None: `path` holds a CLIPModel saved by transformers."""
-    processor: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+    processor: ModelSource = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
     """Hub id or local directory of the architecture, tokenizer and image processor; `toy` does not read it."""
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from unirl.config.dependencies import need
 from unirl.config.errors import NotFoundError
+from unirl.models.loading.hub import ModelSource
 from unirl.reward.base import single
 from unirl.reward.local.shared.pretrained import part
 from unirl.reward.local.shared.vision_language import (
@@ -36,9 +37,9 @@ TOY_INSTRUCTION = f"How good is this picture of the following: {PROMPT_PLACE}\nA
 
 @dataclass(frozen=True, kw_only=True)
 class HPSv3Spec(VisionLanguageSpec):
-    path: str = "MizzenAI/HPSv3"
+    path: ModelSource = "MizzenAI/HPSv3"
     """The checkpoint file, or the hub id or local directory that holds HPSv3.safetensors; `toy` is a tiny Qwen2-VL."""
-    processor: str = "Qwen/Qwen2-VL-7B-Instruct"
+    processor: ModelSource = "Qwen/Qwen2-VL-7B-Instruct"
     instruction: str | None = None
     """A text file with the instruction, which contains {text_prompt} and <|Reward|>; `toy` does not read it.
     None: the instruction in the authors' package (pip install --no-deps hpsv3)."""

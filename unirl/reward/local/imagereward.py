@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from unirl.models.loading.hub import ModelSource
 from unirl.reward.local.aesthetic import published_head
 from unirl.reward.local.shared.clip import clip_image_processor
 from unirl.reward.local.shared.images import ImageScorer, ImageScorerSpec
@@ -34,9 +35,9 @@ HEAD_WIDTH = 64
 
 @dataclass(frozen=True, kw_only=True)
 class ImageRewardSpec(ImageScorerSpec):
-    path: str = "THUDM/ImageReward"
+    path: ModelSource = "THUDM/ImageReward"
     """The checkpoint file, or a hub id or local directory that holds ImageReward.pt; `toy` is a tiny random network."""
-    tokenizer: str = "google-bert/bert-base-uncased"
+    tokenizer: ModelSource = "google-bert/bert-base-uncased"
     """Hub id or local directory of the tokenizer; `toy` does not read it."""
 
 

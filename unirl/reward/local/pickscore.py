@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from unirl.models.loading.hub import ModelSource
 from unirl.reward.base import CLIP_H
 from unirl.reward.local.shared.clip import ClipSimilarityScorer, ClipSimilaritySpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class PickScoreSpec(ClipSimilaritySpec):
-    path: str = "yuvalkirstain/PickScore_v1"
-    processor: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+    path: ModelSource = "yuvalkirstain/PickScore_v1"
+    processor: ModelSource = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 
 
 class PickScoreRewardScorer(ClipSimilarityScorer):

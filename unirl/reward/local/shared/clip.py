@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
+from unirl.models.loading.hub import ModelSource
 from unirl.models.loading.toy_tokenizers import clip_tokenizer
 from unirl.reward.local.shared.images import ImageScorer, ImageScorerSpec
 from unirl.reward.local.shared.pretrained import fixed_seed, load
@@ -23,7 +24,7 @@ MAX_TOKENS = 77
 class ClipSimilaritySpec(ImageScorerSpec):
     """The CLIP and its batch size."""
 
-    processor: str
+    processor: ModelSource
     """Hub id or local directory of the tokenizer and image processor; `toy` does not read it."""
 
 

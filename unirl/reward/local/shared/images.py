@@ -13,6 +13,7 @@ from torch import Tensor
 
 from unirl.config.errors import RewardError
 from unirl.models.chunks import map_chunks
+from unirl.models.loading.hub import ModelSource
 from unirl.reward.base import Device, LocalRewardBackend, ModelT, single
 from unirl.reward.client.encoding import uint8_levels
 from unirl.reward.local.shared.resize import clip_input, level_values
@@ -34,7 +35,7 @@ several threads, the last bit depends on the row's place in the batch (2e-8 of a
 class ImageScorerSpec:
     """The network and its batch size."""
 
-    path: str
+    path: ModelSource
     """Hub id, local directory or file of the network; `toy` is a tiny network of the same class with fixed random
     weights."""
     batch_size: int = 8

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from unirl.config.errors import NotFoundError
-from unirl.models.loading.hub import HUB_ID, quiet_libraries
+from unirl.models.loading.hub import HUB_ID, only_from_cache, quiet_libraries, unreachable
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -24,7 +24,7 @@ class Pretrained(Protocol):
     """A class of transformers: a model, configuration, tokenizer or processor."""
 
     @classmethod
-    def from_pretrained(cls, path: str, /) -> Self: ...
+    def from_pretrained(cls, path: str, /, *, local_files_only: bool) -> Self: ...
 
 
 PretrainedT = TypeVar("PretrainedT", bound=Pretrained)
@@ -41,11 +41,9 @@ def load(cls: type[PretrainedT], path: str, key: str) -> PretrainedT:
     """
     try:
         with quiet_libraries():
-            return cls.from_pretrained(path)
+            return cls.from_pretrained(path, local_files_only=only_from_cache(path))
     except OSError as error:
-        where = (
-            "the directory lacks its files" if Path(path).is_dir() else "no such directory, and the hub did not give it"
-        )
+        where = "the directory lacks its files" if Path(path).is_dir() else _no_file_of(path)
         raise NotFoundError(f"{key}={path!r}: {where} ({cls.__name__}). {WAY_OUT}") from error
 
 
@@ -82,9 +80,16 @@ def _weights_file(path: str, file: str, key: str) -> Path:
     from huggingface_hub.errors import EntryNotFoundError
 
     try:
-        return Path(hf_hub_download(path, file))
+        return Path(hf_hub_download(path, file, local_files_only=only_from_cache(path)))
     except (OSError, EntryNotFoundError) as error:
-        raise NotFoundError(f"{key}={path!r}: the hub did not give {file}. {WAY_OUT}") from error
+        raise NotFoundError(f"{key}={path!r}: {_no_file_of(path)} ({file}). {WAY_OUT}") from error
+
+
+def _no_file_of(path: str) -> str:
+    """Why a file of a hub id is missing."""
+    if only_from_cache(path):
+        return f"not in the local cache, and the hub cannot be reached: {unreachable()}"
+    return "no such directory, and the hub did not give it"
 
 
 def _tensors_of(file: Path) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from unirl.config.errors import RewardError
 from unirl.models.chunks import map_chunks, round_up
+from unirl.models.loading.hub import ModelSource
 from unirl.reward.base import LocalRewardBackend
 from unirl.reward.local.shared.images import ROWS, ImageScorerSpec, as_pil
 from unirl.reward.local.shared.pretrained import assemble, fill, fixed_seed, load, read_weights
@@ -62,7 +63,7 @@ class PreferenceNetwork(nn.Module):
 class VisionLanguageSpec(ImageScorerSpec):
     """The checkpoint, its instructions and its batch size."""
 
-    processor: str
+    processor: ModelSource
     """Hub id or local directory of the architecture, tokenizer and image processor; `toy` does not read it."""
     dtype: Literal["bf16", "fp32"] = "bf16"
     """Data type of the backbone. The heads are float32."""

@@ -100,7 +100,7 @@ class UnsupportedEnvironmentError(DependencyError, code=3002):
 
 
 class AddressError(DependencyError, code=3003):
-    """Nothing answers at an address, or it is taken."""
+    """Nothing answers at an address, it is taken, or it refuses."""
 
 
 # 4: data and models

@@ -22,6 +22,7 @@ from unirl.plan.threads import in_use, threads_of
 from unirl.train.backend.base import TrainBackend
 from unirl.train.backend.checkpoint import still_there
 from unirl.train.configs import LoraConfig
+from unirl.trainer.model_card import write_card
 from unirl.trainer.run_folder import SavedRun, check_folder, check_weights
 from unirl.types.device import accelerator
 from unirl.types.sampling import Sampling
@@ -52,7 +53,7 @@ def export_checkpoint(
     weights: str = "live",
     folder: Path | None = None,
 ) -> list[ExportedFile]:
-    """Write the weights of a checkpoint in each of `formats`, and verify each file in its home library.
+    """Write the weights of a checkpoint in each of `formats`, each verified in its home library and with a model card.
 
     Args:
         texts: the prompts on which both sides are compared.
@@ -78,7 +79,9 @@ def export_checkpoint(
         for name in formats or exporter.usual_formats:
             with removed_if_unfinished(folder / name):
                 path = exporter.write(folder / name, name, weights)
-            files.append(ExportedFile(name, path, exporter.verify(folder / name, name, texts, sampling, weights)))
+            difference = exporter.verify(folder / name, name, texts, sampling, weights)
+            write_card(folder / name, saved, name, difference, weights)
+            files.append(ExportedFile(name, path, difference))
     return files
 
 

@@ -1,0 +1,133 @@
+"""The model card of an export: README.md, which the hub shows, beside the exported weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import unirl
+from unirl.config.node import nodes_below
+from unirl.models.loading.hub import HUB_ID, MODEL_INDEX
+from unirl.trainer.run_folder import SavedRun
+
+CARD = "README.md"
+
+
+def write_card(folder: Path, saved: SavedRun, format: str, difference: float | None, weights: str = "live") -> Path:
+    """Writes the card of an export in a folder, and returns its path.
+
+    Args:
+        difference: largest difference between our sampler and the home library with the files; None if not compared.
+        weights: `live`, or the snapshot that was exported.
+    """
+    path = folder / CARD
+    library = _library(folder, format)
+    base = saved.recipe.config.model_path
+    lines = [*_front_matter(library, format, base), *_about(saved, weights), *_use(library, format, base)]
+    lines += _limits(difference)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def _front_matter(library: str, format: str, base: str | None) -> Iterator[str]:
+    yield "---"
+    yield f"library_name: {library}"
+    if base is not None and HUB_ID.fullmatch(base) and not Path(base).exists():
+        yield f"base_model: {base}"
+    yield "tags:"
+    yield from (f"- {tag}" for tag in ("unirl", "reinforcement-learning", *(["lora"] if format != "full" else [])))
+    yield "---"
+    yield ""
+
+
+def _about(saved: SavedRun, weights: str) -> Iterator[str]:
+    config = saved.recipe.config
+    recipe, step = _recipe_name(saved), saved.checkpoint.step
+    shown = "the trained weights" if weights == "live" else f"the weights of the snapshot `{weights}`"
+    yield f"# {recipe.rpartition('/')[2]}, step {step}"
+    yield ""
+    yield f"Trained with reinforcement learning by UniRL {unirl.__version__}; these are {shown}."
+    yield ""
+    yield "| | |"
+    yield "|---|---|"
+    yield f"| base model | `{config.model_path}` |"
+    yield f"| recipe | `{recipe}` |"
+    yield f"| algorithm | `{config.algorithm.class_name}` |"
+    yield f"| reward | {', '.join(f'`{name}`' for name in _rewards(saved))} |"
+    yield f"| steps | {step} of {config.batch_size} prompts, seed {config.seed} |"
+    yield from (f"| {name} | {value} |" for name, value in _scores(saved))
+    yield ""
+
+
+def _use(library: str, format: str, base: str | None) -> Iterator[str]:
+    yield "## Use"
+    yield ""
+    yield "```python"
+    if format == "diffusers-lora":
+        yield "from diffusers import DiffusionPipeline"
+        yield ""
+        yield f"pipe = DiffusionPipeline.from_pretrained({base!r})"
+        yield 'pipe.load_lora_weights(".")  # this folder, or its id on the hub'
+    elif format == "peft":
+        yield "from peft import PeftModel"
+        yield ""
+        yield f'model = PeftModel.from_pretrained(base, ".")  # base: the trained network of {base!r}'
+    else:
+        kind = "DiffusionPipeline" if library == "diffusers" else "AutoModel"
+        yield f"from {library} import {kind}"
+        yield ""
+        yield f'model = {kind}.from_pretrained(".")  # this folder, or its id on the hub'
+    yield "```"
+    yield ""
+
+
+def _limits(difference: float | None) -> Iterator[str]:
+    yield "## What was checked"
+    yield ""
+    if difference is None:
+        yield "The files were written, but not loaded again and compared."
+    else:
+        yield f"The files were loaded and compared with the sampler of training: largest difference {difference:.1e}."
+    yield ""
+    yield "Nothing else was assessed. A reward can be raised without better samples: look at some before you use the"
+    yield "weights. The licence of the base model applies."
+
+
+def _library(folder: Path, format: str) -> str:
+    """The library that loads an export."""
+    if format == "full":
+        return "diffusers" if (folder / MODEL_INDEX).is_file() else "transformers"
+    return "peft" if format == "peft" else "diffusers"
+
+
+def _recipe_name(saved: SavedRun) -> str:
+    """The name of the recipe that began the run, or that of the checkpoint if the run directory does not say it."""
+    try:
+        return str(json.loads((_root(saved) / "run.json").read_text())["recipe"])
+    except (OSError, KeyError, json.JSONDecodeError):
+        return saved.recipe.file.name
+
+
+def _rewards(saved: SavedRun) -> list[str]:
+    """The class names of the scorers."""
+    names = [node.class_name for node in nodes_below(saved.recipe.config.reward)]
+    scorers = [name for name in names if name.endswith("Scorer")]
+    return scorers or names
+
+
+def _scores(saved: SavedRun) -> Iterator[tuple[str, str]]:
+    """The held-out rewards of the first evaluation and of the last one up to the checkpoint."""
+    results = []
+    for path in sorted(_root(saved).glob("eval/step-*/scores.json")):
+        scores = json.loads(path.read_text())
+        if scores["step"] <= saved.checkpoint.step:
+            results.append(scores)
+    for scores in [*results[:1], *results[1:][-1:]]:
+        metrics = scores["metrics"]
+        mean, error = float(metrics["eval/reward_mean"]), float(metrics["eval/reward_stderr"])
+        yield f"held-out reward after step {scores['step']}", f"{mean:.3f} +- {error:.3f}"
+
+
+def _root(saved: SavedRun) -> Path:
+    return saved.checkpoint.path.parent.parent

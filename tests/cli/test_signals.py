@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -25,12 +26,28 @@ def test_the_first_signal_asks_for_a_stop_and_the_run_goes_on(number, capsys):
     assert "finishing this step" in capsys.readouterr().err
 
 
-def test_a_second_ctrl_c_stops_at_once(capsys):
-    asked = []
-    with pytest.raises(KeyboardInterrupt), stop_on_signal(asked.append):
-        send(signal.SIGINT)
-        send(signal.SIGINT)
-    assert asked == [signal.SIGINT]
+SLOW_TO_END = """
+import atexit, os, signal, time
+from unirl.cli.train import stop_on_signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+atexit.register(time.sleep, 600.0)
+with stop_on_signal(lambda number: None):
+    try:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0)
+    finally:
+        time.sleep(600.0)
+"""
+
+
+def test_a_second_ctrl_c_ends_the_process_without_any_cleaning_up():
+    ended = subprocess.run([sys.executable, "-c", SLOW_TO_END], capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 128 + signal.SIGINT
+    assert [line.partition(". ")[0] for line in ended.stderr.splitlines()] == [
+        "unirl: SIGINT: finishing this step, then saving",
+        "unirl: SIGINT: stopped at once, without saving",
+    ]
 
 
 @pytest.mark.parametrize("first", STOPPING, ids=lambda number: number.name)

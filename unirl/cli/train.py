@@ -5,7 +5,9 @@ The first stop signal lets a run finish its step and save; the second one stops 
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -24,6 +26,8 @@ EXAMPLES = (
 )
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Ctrl-C, the two signals that schedulers send before they end a job, and that of a terminal that is closed."""
+SHOW_CURSOR = "\x1b[?25h"
+"""Shows the cursor of a terminal, which a live display hides."""
 Entrypoint = Callable[[RecipeArguments, Session], None]
 """`train` of a module `unirl.train_<domain>`."""
 
@@ -85,7 +89,9 @@ def _check_domain(recipe: str, domain: str | None) -> None:
 
 @contextmanager
 def stop_on_signal(request_stop: Callable[[int], None]) -> Iterator[None]:
-    """Inside the block the first stop signal calls `request_stop(number)`; the second has its default effect.
+    """Inside the block the first stop signal calls `request_stop(number)`; the second ends this process at once.
+
+    Then nothing is cleaned up. What was saved stays valid, and workers end with this process.
 
     The shell and the kernel may both send SIGHUP when a terminal is closed, so it never counts as the second. It stays
     ignored if it was, as by nohup.
@@ -96,9 +102,15 @@ def stop_on_signal(request_stop: Callable[[int], None]) -> Iterator[None]:
         for number, handler in before.items():
             signal.signal(number, handler)
 
+    def end(number: int, _: FrameType | None) -> None:
+        if sys.stderr.isatty():
+            say(SHOW_CURSOR)
+        say(f"unirl: {signal.Signals(number).name}: stopped at once, without saving")
+        os._exit(128 + number)
+
     def stop(number: int, _: FrameType | None) -> None:
-        restore()
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        for each in STOPPING:
+            signal.signal(each, signal.SIG_IGN if each == signal.SIGHUP else end)
         request_stop(number)
         say(f"unirl: {signal.Signals(number).name}: finishing this step, then saving. A second signal stops at once")
 

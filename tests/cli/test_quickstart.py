@@ -1,5 +1,7 @@
 """What the quick start says at its end, and when it calls itself broken."""
 
+from pathlib import Path
+
 import pytest
 
 from unirl.cli.quickstart import PROMISES, RECIPE, check_promise, recipe_of, report
@@ -31,14 +33,12 @@ def test_the_report_shows_both_scores_with_their_spread(tmp_path):
     assert first.startswith("held-out reward  0.600 +- 0.010 -> 0.800 +- 0.010")
 
 
-def test_the_report_shows_right_answers_and_the_page_to_read(tmp_path):
-    page = tmp_path / "eval" / "step-000050" / "before_after.md"
-    page.parent.mkdir(parents=True)
-    page.write_text("")
+def test_the_report_does_not_repeat_the_summary_of_the_run():
+    root = Path("runs/unirl/second")
     result = [score | {"eval/pass@4": share} for score, share in zip(scores(0.6, 0.8), (0.25, 0.75), strict=True)]
-    shown = report(tmp_path, result)
-    assert "held-out pass@4  0.250 -> 0.750" in shown
-    assert f"before/after     {page}" in shown
+    shown = report(root, result)
+    assert len(shown) == 3 and max(map(len, shown)) <= 80
+    assert shown[1:] == [f"samples          {root / 'samples'}", f"metrics          {root / 'metrics.csv'}"]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import re
+import threading
 
 import pytest
 
@@ -59,13 +60,103 @@ def test_plain_line_has_the_documented_form():
     )
 
 
+TEXT = METRICS | {
+    "rollout/response_len_mean": 24.6,
+    "rollout/truncated_fraction": 0.125,
+    "throughput/tokens_per_s": 1761.4,
+}
+
+
+@pytest.mark.parametrize("metrics", [METRICS, TEXT], ids=["images", "text"])
+@pytest.mark.parametrize("width", [60, 80, 120, 240])
+def test_the_line_of_a_step_fits_and_always_has_step_reward_time_and_what_is_left(width, metrics):
+    line = step_line("11:21:52", 12, 60, metrics, 149.0, width)
+    assert len(line) <= width and line.endswith(" | eta 2m29s")
+    assert line.startswith("11:21:52 step 12/60 reward=0.412\u00b10.083") and " | 3.1s" in line
+
+
+def test_a_short_line_keeps_whole_words_of_every_group():
+    assert step_line("11:21:52", 12, 60, METRICS, 149.0, 80) == (
+        "11:21:52 step 12/60 reward=0.412\u00b10.083 color=0.55 | 3.1s gen=1.9 | eta 2m29s"
+    )
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("live", [True, False], ids=["terminal", "pipe"])
+def test_no_line_that_is_shown_in_a_step_is_wider_than_the_terminal(width, live):
+    stream = Terminal() if live else io.StringIO()
+    console = Console(60, stream, {"TERM": "xterm", "COLUMNS": str(width), "LINES": "24"})
+    for step in range(1, 61):
+        console.step(step, TEXT)
+    console._written = float("-inf")
+    console.progress("generate: " + "denoising step 12/20 (3.1/s), " * 9)
+    console.close()
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue()).replace("\r", "\n").splitlines()
+    assert max(map(len, lines)) <= width and any("denoising step 12/20" in line for line in lines)
+    assert all("eta" in line for line in lines if "step 60/60" in line)
+
+
+def test_progress_in_a_pipe_is_frequent_at_first_and_rare_in_a_long_run(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("unirl.tracking.console.time.monotonic", lambda: now[0])
+    stream = io.StringIO()
+    console = Console(3, stream, {})
+    times: list[float] = []
+    while now[0] < 7 * 86400:
+        now[0] += 0.5 if now[0] < 3600 else 30.0
+        before = len(stream.getvalue())
+        console.progress("train: micro-batch 3/48")
+        times += [now[0]] * (len(stream.getvalue()) > before)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    assert max(gap for gap, at in zip(gaps, times, strict=False) if at < 180) <= 2.0
+    assert max(gaps) <= 630.0 and len(times) < 2000
+
+
+def test_a_step_is_a_sign_of_life_after_which_progress_waits(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("unirl.tracking.console.time.monotonic", lambda: now[0])
+    stream = io.StringIO()
+    console = Console(3, stream, {})
+    now[0] = 10.0
+    console.step(1, METRICS)
+    now[0] = 10.5
+    console.progress("generate: sample 8/24")
+    assert "sample 8/24" not in stream.getvalue()
+    now[0] = 11.5
+    console.progress("generate: sample 8/24")
+    assert stream.getvalue().splitlines()[-1] == "generate: sample 8/24"
+
+
+def test_progress_is_no_part_of_the_log_and_leaves_the_terminal_at_the_end(tmp_path):
+    stream = Terminal()
+    console = Console(3, stream, {"TERM": "xterm"}, tmp_path / "console.log")
+    console.progress("load: import of torch")
+    console.step(1, METRICS)
+    console.progress("train: micro-batch 3/48")
+    console.close()
+    last = re.split(r"\x1b\[2K", stream.getvalue())[-1]
+    assert "micro-batch" in stream.getvalue() and "micro-batch" not in last
+    assert len((tmp_path / "console.log").read_text().splitlines()) == 1
+
+
+def test_what_a_run_does_is_shown_while_it_does_it(monkeypatch):
+    monkeypatch.setattr("unirl.tracking.console.REFRESH_S", 0.001)
+    monkeypatch.setattr("unirl.tracking.console.SILENCE_S", (0.0, 0.0))
+    stream, asked = io.StringIO(), threading.Event()
+
+    def status() -> str:
+        if stream.getvalue():
+            asked.set()
+        return "load: import of torch"
+
+    with Console(3, stream, {}).watching(status):
+        assert asked.wait(600.0)
+    shown = stream.getvalue()
+    assert set(shown.splitlines()) == {"load: import of torch"} and stream.getvalue() == shown
+
+
 def test_a_line_of_text_says_how_long_responses_are_and_tokens_per_second():
-    text = METRICS | {
-        "rollout/response_len_mean": 24.6,
-        "rollout/truncated_fraction": 0.125,
-        "throughput/tokens_per_s": 1761.4,
-    }
-    line = step_line("11:21:52", 12, 60, text, 149.0)
+    line = step_line("11:21:52", 12, 60, TEXT, 149.0)
     assert " zstd=0.06 len=25 cut=0.12 | " in line and " 20.6/s 1761tok/s | " in line
 
 
@@ -83,7 +174,7 @@ def test_any_subset_of_metrics_gives_one_line_of_bounded_width():
             assert line.translate(ASCII).isascii()
             assert not re.search(r"\|\s*\||\|\s*$|  ", line)
     wide = METRICS | {f"reward/{'x' * 90}{i}_mean": 1.0 for i in range(9)}
-    assert len(step_line("11:21:52", 1, 9, wide, None)) == 200
+    assert len(step_line("11:21:52", 1, 9, wide, None)) <= 240
 
 
 def test_stream_that_cannot_show_unicode_gets_ascii():

@@ -119,7 +119,9 @@ def test_a_signal_stops_after_the_step_with_a_checkpoint_that_continues_exactly(
     assert weights_of(tmp_path, 2) == weights_of(finished, 2)
 
 
-def test_a_resumed_run_keeps_its_threads_and_says_that_another_number_is_ignored(tmp_path, monkeypatch, capsys) -> None:
+def test_a_resumed_run_says_where_it_continues_and_keeps_its_threads_whatever_else_is_asked_for(
+    tmp_path, monkeypatch, capsys
+) -> None:
     before = torch.get_num_threads()
     shown = []
     for requested, rollouts in (("2", 1), ("1", 2)):
@@ -128,7 +130,9 @@ def test_a_resumed_run_keeps_its_threads_and_says_that_another_number_is_ignored
             assert torch.get_num_threads() == 2
             trainer.train()
         assert torch.get_num_threads() == before
-        shown += [line for line in capsys.readouterr().err.splitlines() if line.startswith("threads ")]
+        printed = capsys.readouterr().err
+        assert printed.count("resumed from checkpoint-000001 (step 1)\n") == rollouts - 1
+        shown += [line for line in printed.splitlines() if line.startswith("threads ")]
     because = "recorded in checkpoint-000001; OMP_NUM_THREADS=1 is ignored, since it would change the bits of the run"
     assert [line.split(maxsplit=1)[1] for line in shown] == [
         "2 per process (OMP_NUM_THREADS)",

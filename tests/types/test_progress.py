@@ -105,3 +105,30 @@ def test_the_report_changes_no_import(beat) -> None:
             assert list(map(type, sys.meta_path)) == first == second
     assert sum(isinstance(finder, progress.ImportProgress) for finder in sys.meta_path) == 1
     assert importlib.util.find_spec("no_such_library_at_all") is None
+
+
+def test_counts_go_on_from_chunk_to_chunk_with_their_rate_and_the_outer_one_first(clock) -> None:
+    beat = Heartbeat()
+    beat.begin("phase generate")
+    for chunk in (8, 16):
+        for _ in range(4):
+            clock.now += 0.5
+            beat.beat("denoising step", 4)
+        beat.beat("sample", 24, chunk)
+    assert beat.status() == "sample 16/24 (4/s), denoising step 4/4 (2/s)"
+    clock.now += 0.5
+    beat.beat("denoising step", 4)
+    assert beat.status() == "sample 16/24 (4/s), denoising step 1/4 (2/s)"
+    beat.begin("phase reward")
+    assert beat.status() == "phase reward"
+    clock.now += 2.0
+    assert beat.status() == "phase reward, 2 s ago"
+
+
+def test_the_status_is_that_of_the_worker_which_is_waited_for_and_tells_uncounted_work_apart(clock) -> None:
+    driver, worker = Heartbeat(), Heartbeat()
+    worker.beat("sent tensor")
+    worker.beat("sent tensor")
+    with driver.waiting_for(worker):
+        assert driver.status() == "sent tensor (2)"
+    assert driver.status() == "nothing yet"

@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 
 import unirl
+from unirl.cli.start import SLOW, shown_start
 from unirl.config.errors import ArgumentError, UsageError, did_you_mean
 from unirl.config.failures import Session, failure_of
 from unirl.config.plugins import forget
@@ -127,7 +128,16 @@ def _dispatch(argv: list[str], session: Session) -> int:
         raise UsageError(
             f"unknown command '{command}'.{did_you_mean(command, COMMANDS)} Commands: {', '.join(COMMANDS)}"
         )
-    return import_module(f"unirl.cli.{command}").run(rest, session)
+    if command not in SLOW:
+        return run_module(command, rest, session)
+    with shown_start(session):
+        return run_module(command, rest, session)
+
+
+def run_module(command: str, argv: list[str], session: Session) -> int:
+    """Runs the module of a command. Returns the exit status."""
+    status: int = import_module(f"unirl.cli.{command}").run(argv, session)
+    return status
 
 
 def _help() -> str:

@@ -11,7 +11,6 @@ from unirl.cli.export import export
 from unirl.cli.train import train
 from unirl.config.errors import NoImprovementError
 from unirl.config.failures import Session
-from unirl.tracking.console import ACCURACIES
 from unirl.trainer.run_folder import continuation
 
 RECIPE = "diffusion/quickstart"
@@ -37,7 +36,6 @@ def run(argv: list[str], session: Session) -> int:
     scores = read_scores(session.run_dir)
     for line in (*report(session.run_dir, scores), *export(str(session.run_dir))):
         print(line)
-    print(f"overview         {session.run_dir / 'overview.png'}")
     longer = f"num_rollouts={2 * len((session.run_dir / 'metrics.jsonl').read_text().splitlines())}"
     print(f"train on         {continuation(checked(recipe, [*arguments.overrides, longer]), session.run_dir)}")
     check_promise(recipe, scores, arguments.overrides)
@@ -55,22 +53,14 @@ def read_scores(root: Path) -> list[dict[str, float]]:
 
 
 def report(root: Path, scores: Sequence[dict[str, float]]) -> list[str]:
-    """The lines of the final report."""
+    """The lines of the final report, after the summary of the run. With it they fit one screen of 24 lines."""
     before, after = scores[0], scores[-1]
     spread = [f"{result['eval/reward_mean']:.3f} +- {result['eval/reward_stderr']:.3f}" for result in (before, after)]
-    shares = [name for name in before if name.startswith(ACCURACIES) and name in after]
     return [
-        f"held-out reward  {spread[0]} -> {spread[1]}   (mean +- standard error over prompts)",
-        *(f"{'held-out ' + name.removeprefix('eval/'):<17}{before[name]:.3f} -> {after[name]:.3f}" for name in shares),
-        *(f"before/after     {page}" for page in pages(root)),
+        f"held-out reward  {spread[0]} -> {spread[1]}   (mean +- standard error)",
         f"samples          {root / 'samples'}",
         f"metrics          {root / 'metrics.csv'}",
     ]
-
-
-def pages(root: Path) -> list[Path]:
-    """The page that compares the last evaluation with the first."""
-    return sorted(max(root.glob("eval/step-*")).glob("before_after.*"))
 
 
 def check_promise(recipe: str, scores: Sequence[dict[str, float]], overrides: Sequence[str]) -> None:

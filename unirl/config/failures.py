@@ -3,7 +3,9 @@
 import errno
 import os
 import sys
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from unirl.config.errors import PluginError, UniRLError, report
@@ -22,6 +24,15 @@ class Session:
 
     argv: tuple[str, ...] = ()
     run_dir: Path | None = None
+    has_started: threading.Event = field(default_factory=threading.Event)
+    """Set when the run prints its banner, or ends before."""
+    on_start: Callable[[], None] = lambda: None
+    """Waits until nothing else prints."""
+
+    def start(self) -> None:
+        """Ends what the command prints before the banner. A second call does nothing."""
+        self.has_started.set()
+        self.on_start()
 
     @property
     def debug(self) -> bool:

@@ -97,5 +97,5 @@ def map_chunks(fn: Callable[[Tensor], Tensor], values: Tensor, size: int, multip
     results = []
     for chunk in chunks:
         results.append(fn(take_rows(values, chunk.rows))[: chunk.num_real])
-        progress("chunk of rows")
+        progress("chunk of rows", len(chunks))
     return torch.cat(results)

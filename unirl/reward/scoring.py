@@ -190,7 +190,7 @@ def score_rows(
         try:
             return score_row(row)
         finally:
-            progress("scored sample")
+            progress("scored sample", len(request))
 
     with ThreadPoolExecutor(threads) as pool:
         attempts = [pool.submit(copy_context().run, reported, row) for row in range(len(request))]

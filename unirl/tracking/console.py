@@ -9,15 +9,17 @@ import io
 import math
 import os
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO, cast
 
 from rich.console import Console as RichConsole
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -25,7 +27,12 @@ from rich.text import Text
 
 from unirl.tracking.streams import LosableStream
 
-MAX_COLUMNS = 200
+MAX_COLUMNS = 240
+"""Columns of the log file."""
+REFRESH_S = 0.5
+"""Seconds between two looks at the progress of a run."""
+SILENCE_S = (1.0, 600.0)
+"""Seconds after which progress is printed where lines cannot be rewritten: at the start of a run, and at most."""
 MAX_COMPONENTS = 4
 ACCURACIES = ("eval/avg@", "eval/pass@", "eval/maj@")
 """Prefixes of the metrics that are shares of right answers."""
@@ -52,17 +59,47 @@ ASCII = str.maketrans(dict(zip(PLUS_MINUS + BARS, ("+-", *"_..-=**#"), strict=Tr
 """Substitutes for streams whose encoding has only ASCII."""
 
 
-def step_line(clock: str, step: int, total: int, metrics: Mapping[str, float], eta_s: float | None) -> str:
-    """One step as one line. Parts whose metrics are absent are left out.
+LEGEND = (
+    "ratio new/old policy, clip share of clipped ratios, zstd share of groups",
+    "with equal rewards, drop samples without a reward; seconds of each phase:",
+    "gen generate, rwd reward, trn train, syn weight sync",
+)
+"""What the short names in the line of a step mean."""
+
+
+def step_line(
+    clock: str, step: int, total: int, metrics: Mapping[str, float], eta_s: float | None, width: int = MAX_COLUMNS
+) -> str:
+    """One step as one line of at most `width` columns. Parts whose metrics are absent, and that do not fit, are left
+    out; the step and the time that is left never are.
 
     11:21:52 step 12/60 reward=0.412+-0.083 shape=0.09 | ratio=1.0000 | 3.1s gen=1.9 trn=0.7 20.6/s | eta 2m29s
     """
-    head = f"{clock} step {step}/{total} {reward(metrics)}".rstrip()
-    rest = [training(metrics), formatted(metrics, PHASES), drops_and_memory(metrics)]
-    if eta_s is not None:
-        rest.append(f"eta {duration(eta_s)}")
-    line = " | ".join(part for part in (head, *rest) if part)
-    return line if len(line) <= MAX_COLUMNS else line[: MAX_COLUMNS - 3] + "..."
+    head = [f"{clock} step {step}/{total}"]
+    eta = [] if eta_s is None else [f"eta {duration(eta_s)}"]
+    policy, times, losses = training(metrics), formatted(metrics, PHASES), drops_and_memory(metrics)
+    groups = [[*head, *reward(metrics).split()], policy.split(), times.split(), losses.split(), eta]
+    return fitted(groups, width, first=(0, 4, 0, 2))
+
+
+def fitted(groups: Sequence[Sequence[str]], width: int, first: Sequence[int] = ()) -> str:
+    """The words of groups on one line, with `|` between groups: the first words of all that fit, then the second ones.
+
+    Args:
+        first: groups whose next word is taken before all others, in this order.
+    """
+    taken = [0] * len(groups)
+
+    def line() -> str:
+        return " | ".join(" ".join(group[:count]) for group, count in zip(groups, taken, strict=True) if count)
+
+    rounds = range(max(map(len, groups), default=0))
+    for index in (*first, *(index for rank in rounds for index in range(len(groups)) if taken[index] <= rank)):
+        if taken[index] < len(groups[index]):
+            taken[index] += 1
+            if len(line()) > width and sum(taken) > 1:
+                taken[index] -= 1
+    return line()
 
 
 def reward(metrics: Mapping[str, float]) -> str:
@@ -93,9 +130,13 @@ def drops_and_memory(metrics: Mapping[str, float]) -> str:
 def evaluation(metrics: Mapping[str, float]) -> str:
     """`reward 0.412 (standard error 0.031), avg@4 0.41, pass@4 0.72, maj@4 0.50`, each with the largest n or k."""
     rewards = f"reward {metrics['eval/reward_mean']:.3f} (standard error {metrics['eval/reward_stderr']:.3f})"
-    of_each = [[name for name in metrics if name.startswith(start)] for start in ACCURACIES]
-    shares = [max(names, key=lambda name: int(name.rpartition("@")[2])) for names in of_each if names]
-    return ", ".join([rewards, *(f"{name.removeprefix('eval/')} {metrics[name]:.2f}" for name in shares)])
+    return ", ".join([rewards, *(f"{name.removeprefix('eval/')} {metrics[name]:.2f}" for name in accuracies(metrics))])
+
+
+def accuracies(names: Iterable[str]) -> list[str]:
+    """The metrics that are shares of right answers, each with its largest n or k."""
+    of_each = [[name for name in names if name.startswith(start)] for start in ACCURACIES]
+    return [max(same, key=lambda name: int(name.rpartition("@")[2])) for same in of_each if same]
 
 
 def duration(seconds: float) -> str:
@@ -131,6 +172,15 @@ def _with_spread(label: str, metrics: Mapping[str, float], name: str, digits: in
 
 def _join(parts: Iterable[str]) -> str:
     return " ".join(part for part in parts if part)
+
+
+def silence_allowed(elapsed_s: float) -> float:
+    """Seconds without a line after which one about progress is due, `elapsed_s` after the start of a run.
+
+    A run of a minute is never silent for long, and one of a week writes about a thousand such lines.
+    """
+    shortest, longest = SILENCE_S
+    return min(max(shortest, elapsed_s / 100), longest)
 
 
 @dataclass(frozen=True)
@@ -192,6 +242,10 @@ class Console:
         self._pace = Pace(total_steps)
         self._rewards: list[float] = []
         self._live: Live | None = None
+        self._panel_of_step: RenderableType = Text()
+        self._start = self._written = time.monotonic()
+        self._lock = threading.RLock()
+        """Held while something is printed: progress is shown by a thread of its own."""
         self._log_file = None if log is None else log.open("a", encoding="utf-8", errors="backslashreplace")
         self._log = RichConsole(
             file=self._log_file or io.StringIO(), markup=False, highlight=False, emoji=False, soft_wrap=True,
@@ -208,12 +262,47 @@ class Console:
         self._pace.mark(metrics.get("time/step"))
         self._rewards.append(metrics.get("rollout/reward_mean", float("nan")))
         eta = self._pace.remaining_s(step)
-        line = self._text(step_line(time.strftime("%H:%M:%S"), step, self.total_steps, metrics, eta))
-        if self.live_wanted:
-            self._show(self._panel(step, metrics, eta))
-            self._log.print(line)
-        else:
-            self._write(line)
+        clock = time.strftime("%H:%M:%S")
+        with self._lock:
+            self._log.print(self._text(step_line(clock, step, self.total_steps, metrics, eta)))
+            if self.live_wanted:
+                self._panel_of_step = self._panel(step, metrics, eta)
+                self._show(self._panel_of_step)
+            else:
+                self._rich.print(self._text(step_line(clock, step, self.total_steps, metrics, eta, self._rich.width)))
+            self._written = time.monotonic()
+
+    def progress(self, text: str) -> None:
+        """Shows what a run is doing: in place on a terminal; elsewhere as a line, if there was none for long enough."""
+        with self._lock:
+            line = self._text(text, "dim")
+            line.truncate(self._rich.width)
+            if self.live_wanted:
+                self._show(Group(self._panel_of_step, line))
+                return
+            now = time.monotonic()
+            if now - self._written >= silence_allowed(now - self._start):
+                self._rich.print(line)
+                self._written = now
+
+    @contextmanager
+    def watching(self, status: Callable[[], str]) -> Iterator[None]:
+        """Within the block, shows `status()` as progress. An empty status shows nothing."""
+        is_over = threading.Event()
+
+        def watch() -> None:
+            while not is_over.wait(REFRESH_S):
+                text = status()
+                if text and not is_over.is_set():
+                    self.progress(text)
+
+        thread = threading.Thread(target=watch, name="console-progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
 
     def note(self, text: str) -> None:
         """Prints one line, such as the result of an evaluation."""
@@ -239,20 +328,26 @@ class Console:
             self._log.file = io.StringIO()
 
     def _end_live(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        with self._lock:
+            if self._live is not None:
+                self._live.update(self._panel_of_step, refresh=True)
+                self._live.stop()
+                self._live = None
 
     def _panel(self, step: int, metrics: Mapping[str, float], eta: float | None) -> Group:
         bar = Table.grid(padding=(0, 1))
         left = self._text(f"step {step}/{self.total_steps}", "bold")
         right = self._text(f"eta {duration(eta)}" if eta is not None else "", "dim")
-        bar.add_row(left, ProgressBar(total=self.total_steps, completed=step, width=40), right)
-        curve = self._text(f"{sparkline(self._rewards)} {reward(metrics)}", "cyan")
-        details = " | ".join(part for part in (training(metrics), formatted(metrics, PHASES)) if part)
+        bar.add_row(
+            left, ProgressBar(total=self.total_steps, completed=step, width=min(40, self._rich.width - 32)), right
+        )
+        width = self._rich.width
+        curve = self._text(fitted([[sparkline(self._rewards, width // 3), *reward(metrics).split()]], width), "cyan")
+        parts = (training(metrics), formatted(metrics, PHASES), drops_and_memory(metrics))
+        details = fitted([part.split() for part in parts], width)
         return Group(bar, curve, self._text(details, "dim"))
 
-    def _show(self, panel: Group) -> None:
+    def _show(self, panel: RenderableType) -> None:
         if self._live is None:
             self._live = Live(panel, console=self._rich, auto_refresh=False, transient=False)
             self._live.start()
@@ -277,8 +372,10 @@ class Console:
         self._write(self._text(text, style))
 
     def _write(self, line: Text | Table) -> None:
-        self._rich.print(line)
-        self._log.print(line)
+        with self._lock:
+            self._rich.print(line)
+            self._log.print(line)
+            self._written = time.monotonic()
 
     def _text(self, text: str, style: str = "") -> Text:
         """The text without control characters, and without characters that the stream cannot show."""

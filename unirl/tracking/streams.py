@@ -54,7 +54,7 @@ def silence(stream: TextIO) -> None:
     os.close(null)
 
 
-def say(text: str) -> None:
+def say(text: str, end: str = "\n") -> None:
     """Print a line to standard error, if there is still somebody who reads it."""
     with may_lose(sys.stderr):
-        print(text, file=sys.stderr, flush=True)
+        print(text, end=end, file=sys.stderr, flush=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 
-from unirl.tracking.console import ACCURACIES, Change, Console, evaluation
+from unirl.tracking.console import Change, Console, accuracies, evaluation
 from unirl.tracking.media import read_samples, table_of_evaluation
 from unirl.tracking.metrics import check_event, check_names
 from unirl.tracking.mirrors import Mirror, Mirrors, RunInfo
@@ -145,12 +145,21 @@ class Tracker:
         check_event(name)
         self._events.append({"t": now(), "v": 1, "ev": name, **fields})
 
+    def note(self, text: str) -> None:
+        """Shows one line on the console."""
+        if self.console:
+            self.console.note(text)
+
     def choice(self, key: str, value: object, why: str) -> None:
         """Shows the value that a run chose for a setting `auto`, and writes it into run.json under `chosen`."""
         entry = {"value": value, "why": why}
         self.run.note(chosen={**read_record(self.run.root).get("chosen", {}), key: entry})
         if self.console:
             self.console.note(f"{key}=auto: {why}")
+
+    def watching(self, status: Callable[[], str]) -> AbstractContextManager[None]:
+        """Within the block, shows `status()`, what the run is doing, on the console."""
+        return nullcontext() if self.console is None else self.console.watching(status)
 
     def warn(self, text: str) -> None:
         """Shows a warning on the console and records it as an event."""
@@ -298,7 +307,7 @@ def _changes(rows: Sequence[Row]) -> list[Change]:
     first, last = rows[0], rows[-1]
     starts = ("rollout/reward_mean", "reward/", "eval/")
     means = [name for name in first if name.startswith(starts) and name.endswith("_mean") and name in last]
-    shares = [name for name in first if name.startswith(ACCURACIES) and name in last]
+    shares = accuracies([name for name in first if name in last])
     names = [*shares, *sorted(means, key=lambda name: (not name.endswith("/reward_mean"), name))]
     spreads = {"eval/reward_mean": float(last["eval/reward_stderr"])} if "eval/reward_stderr" in last else {}
     return [Change(name, float(first[name]), float(last[name]), spreads.get(name)) for name in names]

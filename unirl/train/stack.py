@@ -237,9 +237,10 @@ class TrainStack:
         for snapshot in sorted({anchor.snapshot for anchor in self.algorithm.anchors().values()}):
             first = 1 if snapshot == "live" and not self.algorithm.needs.totals else 0
             with torch.no_grad(), self.backend.weights(snapshot):
+                total = sum(map(len, updates[first:]))
                 for micros in updates[first:]:
                     for i, micro in enumerate(micros):
-                        progress("anchors of a micro-batch")
+                        progress("anchors of a micro-batch", total)
                         segment, parity = self.algorithm.prepare_segment(self.stage, self._placed(micro), snapshot)
                         micros[i] = micro.replace(segment=micro.segment.replace(anchors=segment.anchors))
                         metrics.append(parity)
@@ -269,7 +270,7 @@ class TrainStack:
             )
             # In float64, sums do not depend on how rows are spread over micro-batches and ranks.
             metrics.append(map_value(micro_metrics, Tensor.double))
-            progress("micro-batch")
+            progress("micro-batch", len(micros))
         stats = self.backend.step(self.max_grad_norm, total)
         self._check_finite(stats, total)
         if stats.skipped:

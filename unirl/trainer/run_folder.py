@@ -22,7 +22,7 @@ from unirl.plan.preflight import needs_of
 from unirl.plan.threads import ThreadChoice
 from unirl.plan.tiling import TILING, leaves_tiling_open, with_tiling
 from unirl.tracking.backends import MirrorUnavailable, make_mirrors
-from unirl.tracking.console import Console
+from unirl.tracking.console import LEGEND, Console
 from unirl.tracking.mirrors import RunInfo
 from unirl.tracking.run_directory import RunDirectory, RunDirectoryError, RunIdentity, default_root, latest_run
 from unirl.tracking.tracker import Tracker
@@ -97,6 +97,7 @@ def banner_lines(recipe: Recipe, root: Path, threads: ThreadChoice | None) -> li
         ("placement", plan_of(recipe.config).describe()),
         *([] if threads is None else [("threads", str(threads))]),
         ("tracking", ", ".join(("files", *recipe.config.tracking.mirrors))),
+        *zip(("columns", "", ""), LEGEND, strict=True),
         ("stop", "Ctrl-C (finishes the step and saves)"),
         ("resume", continuation(recipe, root)),
     ]

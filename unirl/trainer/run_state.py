@@ -94,6 +94,7 @@ class RunState:
         if self.resume.checkpoint is not None:
             self.load(self.resume.checkpoint)
             self.checkpoints.discard_after(self.step)
+            self.tracker.note(f"resumed from {self.resume.checkpoint.path.name} (step {self.step})")
         self.tracker.truncate(self.step if self.resume.checkpoint else -1)
 
     def load(self, checkpoint: Checkpoint) -> None:

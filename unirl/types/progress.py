@@ -10,8 +10,31 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from types import ModuleType
+
+SHOWN_COUNTS = 2
+"""Counts that a status shows."""
+
+
+@dataclass
+class Counted:
+    """How much of a known total is done, such as denoising steps."""
+
+    total: int
+    since: float
+    """When counting began."""
+    at: float
+    done: int = 0
+    in_all: int = 0
+    """Done since counting began: chunk after chunk, the same total is done again."""
+    beats: int = 1
+
+    def __str__(self) -> str:
+        """`12/20 (3.1/s)`. The first item has no rate: other work came before it."""
+        seconds = self.at - self.since
+        return f"{self.done}/{self.total}" + (f" ({self.in_all / seconds:.3g}/s)" if seconds > 0 else "")
 
 
 class Heartbeat:
@@ -24,11 +47,52 @@ class Heartbeat:
         self.at = time.monotonic()
         self.awaited: Heartbeat | None = None
         """The worker for which this one waits: its progress counts."""
+        self.counted: dict[str, Counted] = {}
+        """What was counted since the beginning of the call, the latest last."""
 
-    def beat(self, what: str) -> None:
-        """Note that `what` is done."""
+    def begin(self, what: str) -> None:
+        """Note that `what` begins, and count anew."""
+        self.counted = {}
+        self.beat(what)
+
+    def beat(self, what: str, total: int | None = None, done: int | None = None) -> None:
+        """Note that `what` is done.
+
+        Args:
+            total: how often it will be done in all, if that is known.
+            done: how often it is done by now. None: once more than before, and from 1 again when all were done.
+        """
         self.count = self.count + 1 if what == self.what else 1
         self.what, self.at = what, time.monotonic()
+        if total is not None:
+            self.counted = {name: each for name, each in self.counted.items() if name != what} | {
+                what: self._counted(what, total, done)
+            }
+
+    def _counted(self, what: str, total: int, done: int | None) -> Counted:
+        before = self.counted.get(what)
+        if before is None:
+            return Counted(total, self.at, self.at, done=1 if done is None else done)
+        is_again = before.total != total or before.done >= total
+        now = done if done is not None else 1 if is_again else before.done + 1
+        more = now - before.done if now >= before.done else now
+        return Counted(total, before.since, self.at, now, before.in_all + more, before.beats + 1)
+
+    def status(self) -> str:
+        """The counts that moved last, as text: `sample 8/24 (2.1/s), denoising step 12/20 (3.1/s), 2 s ago`.
+
+        Without any, what was done last. While this one waits for another worker, the status is that worker's.
+        """
+        awaited = self.awaited
+        if awaited is not None:
+            return awaited.status()
+        latest = list(self.counted.items())[-SHOWN_COUNTS:]
+        # The outer count, which has moved less often, stands first.
+        latest.sort(key=lambda item: item[1].beats)
+        text = ", ".join(f"{what} {count}" for what, count in latest)
+        text = text or (f"{self.what} ({self.count})" if self.count > 1 else self.what)
+        silent = round(self.silent_s)
+        return f"{text}, {silent} s ago" if silent else text
 
     @property
     def silent_s(self) -> float:
@@ -54,11 +118,15 @@ class Heartbeat:
 _HEARTBEAT: ContextVar[Heartbeat | None] = ContextVar("heartbeat", default=None)
 
 
-def progress(what: str) -> None:
-    """Report that the call that runs has done `what`, such as "denoising step". Does nothing outside of a call."""
+def progress(what: str, total: int | None = None, done: int | None = None) -> None:
+    """Report that the call that runs has done `what`, such as "denoising step". Does nothing outside of a call.
+
+    Args:
+        total, done: as in `Heartbeat.beat`. The console shows them.
+    """
     heartbeat = _HEARTBEAT.get()
     if heartbeat is not None:
-        heartbeat.beat(what)
+        heartbeat.beat(what, total, done)
 
 
 def heartbeat() -> Heartbeat | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from pickle import PickleBuffer
 from typing import Generic, TypeVar
@@ -14,6 +14,7 @@ from unirl.config.errors import InvalidValueError
 from unirl.distributed.group.handle import Group
 from unirl.distributed.group.rendezvous import CONNECT_S
 from unirl.types.device import DeviceKind
+from unirl.types.progress import Heartbeat
 
 WorkerGroupT = TypeVar("WorkerGroupT", bound=Group)
 
@@ -42,6 +43,10 @@ class Pool(ABC, Generic[WorkerGroupT]):
         """True: the ranks of a group may have devices of different kinds."""
         self.traffic = 0
         """Bytes between the driver and its workers so far. Heavy rows should not pass the driver."""
+        self.heartbeat = Heartbeat("start")
+        """What the driver's own thread has done, if it reports to this."""
+        self.phase = ""
+        """The phase that the driver is in. Empty between phases."""
         self.step = 0
         """The step that rows belong to which workers store from now on."""
         self.groups: dict[DeviceSet, WorkerGroupT] = {}
@@ -71,6 +76,19 @@ class Pool(ABC, Generic[WorkerGroupT]):
     @abstractmethod
     def watch(self, phase: str) -> AbstractContextManager[None]:
         """Name the phase that the driver is in, for error messages, and detect a phase that hangs."""
+
+    @contextmanager
+    def in_phase(self, phase: str) -> Iterator[None]:
+        """Name the phase of the block."""
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
+
+    def status(self) -> str:
+        """What the call that runs has done, as text for the console."""
+        return self.heartbeat.status()
 
     @abstractmethod
     def release(self, step: int) -> None:

@@ -164,7 +164,7 @@ def watchdog(what: str, seconds: float, stack_dir: Path | None) -> Iterator[None
     """
     working = threading.get_ident()
     beat = heartbeat() or Heartbeat()
-    beat.beat(f"beginning of {what}")
+    beat.begin(f"beginning of {what}")
     is_over = threading.Event()
 
     def watch() -> None:

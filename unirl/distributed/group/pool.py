@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -55,7 +56,7 @@ class LocalGroup(Group):
 
     def submit(self, role: str, method: str, call: Call) -> PendingCall[Any]:
         """Start a call and return at once. A call that hangs does not keep the process alive."""
-        self.worker.heartbeat.beat(f"call of {role}.{method}")
+        self.worker.heartbeat.begin(f"call of {role}.{method}")
         future: Future[Any] = Future()
         arguments = (future, self.thread, role, method, call)
         self.thread = threading.Thread(target=self._work, args=arguments, name=self.worker.name, daemon=True)
@@ -101,9 +102,11 @@ class LocalPool(Pool[LocalGroup]):
             )
         return LocalGroup(self, device_set)
 
-    def watch(self, phase: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def watch(self, phase: str) -> Iterator[None]:
         """End the process when the block makes no progress for the deadline."""
-        return watchdog(f"phase {phase}", self.deadline_s, self.stack_dir)
+        with self.in_phase(phase), watchdog(f"phase {phase}", self.deadline_s, self.stack_dir):
+            yield
 
     def release(self, step: int) -> None:
         for group in self.groups.values():

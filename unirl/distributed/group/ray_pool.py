@@ -38,6 +38,8 @@ CAUSE_S = 10.0
 """The same when the first failure is a broken connection: Ray reports the death of a machine after seconds."""
 CLEAR_S = 20.0
 MIN_WAIT_S = 0.05
+STATUS_S = 1.0
+"""Seconds that a worker has to say what it counts."""
 """Seconds between two questions to the workers whether they make progress."""
 
 
@@ -121,7 +123,8 @@ class RayPool(Pool[RayGroup]):
         self.owns_ray = connect(num_devices)
         self.preload = preload
         self.is_closed = False
-        self.phase = ""
+        self.awaited: WorkerRef | None = None
+        """The first worker of the call that the driver waits for."""
         self.worker_refs: dict[WorkerLocation, WorkerRef] = {}
         self.row_transport = row_transport
         self.row_workers: set[str] = set()
@@ -171,11 +174,20 @@ class RayPool(Pool[RayGroup]):
 
     @contextmanager
     def watch(self, phase: str) -> Iterator[None]:
-        before, self.phase = self.phase, phase
-        try:
+        with self.in_phase(phase):
             yield
-        finally:
-            self.phase = before
+
+    def status(self) -> str:
+        """What the first worker of the call that runs counts; the call itself if none answers at once."""
+        import ray
+
+        awaited = self.awaited
+        if awaited is None:
+            return super().status()
+        with suppress(ray.exceptions.RayError):  # the worker is busy or gone, as the driver's own call will say
+            status: str = ray.get(awaited.actor.status.remote(), timeout=STATUS_S)
+            return status
+        return super().status()
 
     def ask(self, workers: Sequence[WorkerRef], what: str, method: str, *args: object) -> list[Any]:
         """The results of a method on workers, in order."""
@@ -215,6 +227,8 @@ class RayPool(Pool[RayGroup]):
         begin = time.monotonic()
         end = begin + deadline_s
         stuck: list[str] = []
+        self.awaited = next(iter(calls.values()), None)
+        self.heartbeat.begin(what)
         while len(results) < len(calls):
             lives = {worker.life: worker for worker in self.worker_refs.values()}
             waiting = [ref for ref in calls if ref not in results]
@@ -235,6 +249,7 @@ class RayPool(Pool[RayGroup]):
             if isinstance(outcome, WorkerFailure):
                 failures.append(outcome)
                 end = min(end, time.monotonic() + (CAUSE_S if outcome.is_consequence else GRACE_S))
+        self.awaited = None
         missing = [worker for ref, worker in calls.items() if ref not in results]
         if failures:
             self.kill(missing)

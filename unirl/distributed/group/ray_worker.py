@@ -122,6 +122,7 @@ def actor_class() -> ActorClass[RemoteWorker]:
         read = ray.method(concurrency_group="io")(RemoteWorker.read)
         stacks = ray.method(concurrency_group="io")(RemoteWorker.stacks)
         silent_s = ray.method(concurrency_group="io")(RemoteWorker.silent_s)
+        status = ray.method(concurrency_group="io")(RemoteWorker.status)
         live = ray.method(concurrency_group="life")(RemoteWorker.live)
 
     # Ray shows one of these names while the process waits and the other while it works.

@@ -118,7 +118,7 @@ class RemoteWorker(Worker):
             what: the name of the call in error messages.
         """
         self.busy = threading.get_ident()
-        self.heartbeat.beat(f"call of {what}")
+        self.heartbeat.begin(f"call of {what}")
         try:
             with reporting_to(self.heartbeat):
                 return methodcaller(method, *args)(self)
@@ -184,6 +184,10 @@ class RemoteWorker(Worker):
     def stacks(self) -> ThreadStacks:
         """The stacks of the threads of this process."""
         return replace(stacks_of(self.busy, self.heartbeat), process=self.place_name.replace(" ", "-"))
+
+    def status(self) -> str:
+        """What this process counts, as text."""
+        return self.heartbeat.status()
 
     def silent_s(self) -> float:
         """Seconds without progress."""

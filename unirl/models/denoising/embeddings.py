@@ -81,7 +81,8 @@ class PromptEmbeddings:
             return {}
         rows: dict[Prompt, TextEmbedCondition] = {}
         with torch.no_grad(), self.bundle.resident(self.encoder.components):
-            for chunk in padded_chunks(len(prompts), self.batch_size):
+            chunks = padded_chunks(len(prompts), self.batch_size)
+            for chunk in chunks:
                 chunk_prompts = [prompts[row] for row in chunk.rows]
                 texts = [text for text, _, _ in chunk_prompts]
                 if pixels and isinstance(self.encoder, MultimodalTextEncoder):
@@ -89,7 +90,7 @@ class PromptEmbeddings:
                     batch = self.encoder.encode_with_images(texts, max_sequence_length, images).to("cpu")
                 else:
                     batch = self.encoder.encode(texts, max_sequence_length).to("cpu")
-                progress("encoded prompts")
+                progress("chunk of encoded prompts", len(chunks))
                 for j in range(chunk.num_real):
                     row = batch.select([j]).map_tensors(torch.clone)
                     rows[chunk_prompts[j]] = row

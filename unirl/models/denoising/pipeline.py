@@ -159,10 +159,11 @@ class DiffusionPipeline(Generic[BundleT]):
     def _decode(self, pixels: PixelRows, start: int, latents: Tensor) -> None:
         """Decode latents [b, *latent] to the rows of `pixels` from `start` on. The host waits for nothing."""
         with torch.no_grad(), self.bundle.resident(self.decoder.components):
-            for chunk in padded_chunks(len(latents), self.decode_batch_size, self.facts.batch_multiple):
+            chunks = padded_chunks(len(latents), self.decode_batch_size, self.facts.batch_multiple)
+            for chunk in chunks:
                 decoded = self.decoder.decode(take_rows(latents, chunk.rows).float())
                 pixels.put(start + chunk.rows[0], decoded[: chunk.num_real])
-                progress("decoded chunk")
+                progress("decoded chunk", len(chunks))
 
     def latents_of(self, images: Images) -> Tensor:
         """The latents [B, *latent] of images, on the bundle's device."""
@@ -241,4 +242,5 @@ class DiffusionPipeline(Generic[BundleT]):
             x_T = self.initial_noise(noise, [start_ids[row] for row in rows], params)  # noqa: N806
             ids = [req.sample_ids[row] for row in rows]
             segment = self.stage.sample(select_conditions(conditions, rows), x_T, params, noise, ids)
+            progress("sample", len(req), chunk.rows[0] + chunk.num_real)
             yield segment.slice(0, chunk.num_real)

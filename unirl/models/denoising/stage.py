@@ -189,7 +189,7 @@ class DiffusionStage:
                     x = trajectory.stochastic(i, x, v, next(step_noise))
                 else:
                     x = trajectory.deterministic(i, x, v)
-                progress("denoising step")
+                progress("denoising step", params.num_inference_steps)
         return trajectory.segment(len(ids), sigmas, sde_indices, noise, cache.skipped_share())
 
     def _step_cache(self, threshold: float | None) -> StepCache:

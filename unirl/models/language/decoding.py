@@ -204,7 +204,8 @@ class Decoding:
         try:
             while self._admit_and_compact():
                 tokens = self._sample_ahead()
-                progress("chunk of tokens")
+                unfinished = len(self.waiting) + sum(map(bool, self.slots))
+                progress("sample", len(self.responses), len(self.responses) - unfinished)
                 while len(self.unread) > self.ahead.unread:
                     self._record(self.unread.popleft())
                 if any(self.slots) and not self.captures:

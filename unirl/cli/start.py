@@ -1,0 +1,38 @@
+"""What a command is loading, for commands that take seconds before their first line."""
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from unirl.config.failures import Session
+from unirl.tracking.streams import say
+from unirl.types.progress import Heartbeat, reporting_to
+
+SLOW = ("train", "quickstart")
+"""The commands that import the libraries of models and then load a model."""
+PERIOD_S = 1.0
+ERASE = "\r\x1b[2K"
+
+
+@contextmanager
+def shown_start(session: Session) -> Iterator[None]:
+    """Within the block, says every second what is imported, until the run prints its banner (`session.has_started`)."""
+    beat = Heartbeat("beginning")
+    has_started, rewrites = session.has_started, sys.stderr.isatty()
+
+    def watch() -> None:
+        while not has_started.wait(PERIOD_S):
+            line = f"unirl: starting: {beat.status()}"
+            say(f"{ERASE}{line[:79]}" if rewrites else line, end="" if rewrites else "\n")
+        if rewrites:
+            say(ERASE, end="")
+
+    thread = threading.Thread(target=watch, name="start-progress", daemon=True)
+    thread.start()
+    session.on_start = thread.join
+    try:
+        with reporting_to(beat):
+            yield
+    finally:
+        session.start()

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from tests.run_files import metrics_of
 from tests.source_tree import ROOT
@@ -108,13 +109,38 @@ def test_eval_gives_the_scores_of_the_run(run_dir, tmp_path, capsys):
     result = json.loads(capsys.readouterr().out)
     assert result["step"] == 2
     assert result["eval/reward_mean"] == json.loads(scores.read_text())["metrics"]["eval/reward_mean"]
+    first, *_ = sorted(run_dir.glob("eval/step-*/scores.json"))
+    assert result["before"]["eval/reward_mean"] == json.loads(first.read_text())["metrics"]["eval/reward_mean"]
     assert (tmp_path / "scored/eval/step-000002/before_after.png").is_file()
+
+
+def test_eval_with_baseline_prints_before_and_after(run_dir, tmp_path, capsys):
+    assert main(["eval", str(run_dir), "--baseline", "--out", str(tmp_path / "scored")]) == 0
+    before, after, page = capsys.readouterr().out.splitlines()[-3:]
+    assert before.startswith("before   reward 0.") and before.endswith("(the untrained model)")
+    assert after.startswith("after    reward 0.") and after.endswith("(checkpoint-000002)")
+    assert page == f"pages    {tmp_path / 'scored/eval/step-000002/before_after.png'}"
 
 
 def test_sample_draws_a_row_per_prompt(run_dir, tmp_path):
     out = tmp_path / "drawn"
     assert main(["sample", str(run_dir), "-p", "a cat", "-p", "a dog", "--count", "3", "--out", str(out)]) == 0
     assert len(list(out.glob("p0?-s0?.png"))) == 6
+    rows = [json.loads(line) for line in (out / "manifest.jsonl").read_text().splitlines()]
+    assert [(row["file"], row["prompt"], row["sample"]) for row in rows][2:4] == [
+        ("p00-s02.png", "a cat", 2),
+        ("p01-s00.png", "a dog", 0),
+    ]
+    with Image.open(out / "p01-s00.png") as image:
+        assert image.text == {
+            "prompt": "a dog",
+            "sample": "0",
+            "seed": "42",
+            "run": run_dir.name,
+            "checkpoint": "checkpoint-000002",
+            "weights": "live",
+        }
+    assert {path.suffix for path in out.iterdir()} == {".png", ".jsonl"}
     assert (out / "grid.png").is_file()
 
 

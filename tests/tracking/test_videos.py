@@ -16,7 +16,7 @@ from unirl.tracking.images import ImageMedia
 from unirl.tracking.media import MEDIA, media_of, read_samples
 from unirl.tracking.mirrors import Preview
 from unirl.tracking.run_directory import RunDirectory, RunIdentity
-from unirl.tracking.samples import SampleRow, SampleTable, write_manifest
+from unirl.tracking.samples import Gallery, SampleRow, SampleTable, write_manifest
 from unirl.tracking.sheets import BACKGROUND, before_after_sheet, contact_sheet
 from unirl.tracking.tables import read_rows
 from unirl.tracking.tracker import Tracker
@@ -286,13 +286,15 @@ def test_the_page_plays_every_sample_and_interprets_no_prompt(tmp_path):
 
 def test_an_album_has_every_video_and_a_grid_with_a_row_per_prompt(tmp_path):
     media = media_of(videos(5).preview())
-    grid = media.gallery(["a", "b"], tmp_path)
+    grid = media.gallery(Gallery(("a", "b"), 2, {"seed": 7}), tmp_path)
     assert sorted(path.name for path in tmp_path.glob("*.webp")) == [
         f"p{p:02d}-s{s:02d}.webp" for p in (0, 1) for s in (0, 1)
     ]
     result = [places(Image.open(grid).convert("RGB"), clip.strip()) for clip in media.videos]
     [[one], [two], [three], [four]] = result
-    assert one == (0, 0) and one[1] == two[1] < three[1] == four[1] and one[0] == three[0] < two[0] == four[0]
+    assert one[1] == two[1] < three[1] == four[1] and one[0] == three[0] < two[0] == four[0]
+    rows = [json.loads(line) for line in (tmp_path / "manifest.jsonl").read_text().splitlines()]
+    assert rows[3] == {"file": "p01-s01.webp", "prompt": "b", "sample": 1, "seed": 7}
 
 
 # Without an encoder

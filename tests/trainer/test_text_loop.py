@@ -200,6 +200,8 @@ def test_sample_says_the_responses_and_keeps_them(finished, tmp_path, capsys) ->
     assert main(["sample", str(finished), *words]) == 0
     rows = [json.loads(line) for line in (tmp_path / "responses.jsonl").read_text().splitlines()]
     assert [row["prompt"] for row in rows] == ["What is 1 + 1?"] * 2 + ["# hello"] * 2
+    assert [(row["sample"], row["seed"]) for row in rows] == [(0, 42), (1, 42)] * 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["responses.jsonl", "responses.md"]
     shown = capsys.readouterr().out
     assert f"4 texts   {tmp_path / 'responses.md'}" in shown
     assert len(shown.splitlines()) == 5

@@ -30,13 +30,19 @@ def run(argv: list[str], session: Session) -> int:
     saved = saved_run(options.run, overrides, {"evaluation": block})
     check_weights(saved, options.weights)
     with build_trainer(saved.recipe, session, tracker=quiet_tracker(saved, out, session.argv)) as trainer:
-        if options.baseline:
-            trainer.evaluate()
+        before = trainer.evaluate().metrics() if options.baseline else None
         trainer.state.load(saved.checkpoint)
         result = trainer.evaluate()
         folder = out / "eval" / f"step-{trainer.state.step:06d}"
+    after = result.metrics()
     if options.json:
-        print(json.dumps(result.metrics() | {"step": saved.checkpoint.step, "folder": str(folder)}, indent=1))
+        facts = {"step": saved.checkpoint.step, "folder": str(folder)}
+        print(json.dumps(after | facts | ({} if before is None else {"before": before}), indent=1))
+    elif before is None:
+        print(f"held-out {evaluation(after)}   {folder}")
     else:
-        print(f"held-out {evaluation(result.metrics())}   {folder}")
+        print(f"before   {evaluation(before)}   (the untrained model)")
+        print(f"after    {evaluation(after)}   ({saved.checkpoint.path.name})")
+        for page in sorted(folder.glob("before_after.*")):
+            print(f"pages    {page}")
     return 0

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from unirl.cli.arguments import Parser, output_folder, split_settings
@@ -11,10 +13,10 @@ from unirl.data.data_source import by_size
 from unirl.data.datasets import Prompt, load_prompts
 from unirl.data.images import check_images
 from unirl.tracking.media import media_of
-from unirl.tracking.samples import Media
+from unirl.tracking.samples import Gallery, Media
 from unirl.trainer.assemble import build_trainer
 from unirl.trainer.loop import Trainer
-from unirl.trainer.run_folder import check_weights, quiet_tracker, saved_run
+from unirl.trainer.run_folder import check_folder, check_weights, quiet_tracker, saved_run
 
 EXAMPLES = (
     'unirl sample runs/unirl/first -p "a red circle" -p "a blue square"',
@@ -42,16 +44,23 @@ def run(argv: list[str], session: Session) -> int:
     out = output_folder(options.run, "drawn", options.out)
     saved = saved_run(options.run, overrides, {"evaluation": evaluation})
     check_weights(saved, options.weights)
-    with build_trainer(saved.recipe, session, tracker=quiet_tracker(saved, out, session.argv)) as trainer:
+    check_folder(out)
+    # What a tracker writes would be empty: the manifest says how the samples were drawn.
+    with (
+        TemporaryDirectory() as unused,
+        build_trainer(saved.recipe, session, tracker=quiet_tracker(saved, Path(unused), session.argv)) as trainer,
+    ):
         trainer.state.load(saved.checkpoint)
         drawn = [(some, _draw(trainer, some)) for some in by_size(trainer.data.sized(prompts))]
+    run, checkpoint = saved.checkpoint.path.parent.parent.name, saved.checkpoint.path.name
+    facts = {"seed": options.seed, "run": run, "checkpoint": checkpoint, "weights": options.weights}
     for some, media in drawn:
         for line in [*media.console_lines(), *media.remarks()]:
             print(line)
         size = some[0].size
         folder = out if len(drawn) == 1 or size is None else out / f"{size[0]}x{size[1]}"
         folder.mkdir(parents=True, exist_ok=True)
-        page = media.gallery([prompt.text for prompt in some], folder)
+        page = media.gallery(Gallery(tuple(prompt.text for prompt in some), options.count, facts), folder)
         print(f"{len(media)} {media.kind}s   {page}")
     return 0
 

@@ -9,16 +9,15 @@ from typing import ClassVar
 
 import numpy as np
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from unirl.tracking.mirrors import Mirrors, Preview
-from unirl.tracking.samples import Media, MirroredPage, SampleRow
-from unirl.tracking.sheets import TiledMedia, Tiles, saved, tile_size
+from unirl.tracking.samples import Gallery, Media, MirroredPage, SampleRow
+from unirl.tracking.sheets import TiledMedia, Tiles, gallery_sheet, saved, tile_size
 
 LOSSLESS_UP_TO = 160
 """Images with no longer side are stored lossless; larger ones as WebP of quality 90."""
-SIDE = 128
-"""Smaller images are enlarged to about this many pixels on a grid."""
 MAX_PREVIEWS = 8
 """Images of one step that mirrors get in addition to the contact sheet."""
 
@@ -60,13 +59,16 @@ class ImageMedia(TiledMedia):
         """One tile per image."""
         return Tiles(list(self.images), *tile_size(self.images))
 
-    def gallery(self, prompts: Sequence[str], folder: Path) -> Path:
-        """Writes every image as PNG, and a grid with one row per prompt."""
-        images = [Image.fromarray(image) for image in self.images]
-        columns = len(images) // len(prompts)
-        for i, image in enumerate(images):
-            image.save(folder / f"p{i // columns:02d}-s{i % columns:02d}.png")
-        return saved(grid(images, columns), folder / "grid.png")
+    def gallery(self, drawn: Gallery, folder: Path) -> Path:
+        """Writes every image as PNG with its prompt and seed in the metadata, a manifest, and a labelled grid."""
+        names = [f"{drawn.name(number)}.png" for number in range(len(self.images))]
+        for number, name in enumerate(names):
+            text = PngInfo()
+            for key, value in drawn.of(number).items():
+                text.add_text(key, str(value))
+            Image.fromarray(self.images[number]).save(folder / name, pnginfo=text)
+        drawn.write_manifest(folder / "manifest.jsonl", [{"file": name} for name in names])
+        return saved(gallery_sheet(self.tiles(), drawn), folder / "grid.png")
 
     def mirror(self, mirrors: Mirrors, page: MirroredPage, rows: Sequence[SampleRow]) -> None:
         """Sends the page, and under a key of their own the first images: W&B shows only images of one size together."""
@@ -80,14 +82,3 @@ def pixels(images: Tensor) -> np.ndarray:
     """[B, H, W, 3] uint8 of images [B, 3, H, W], uint8 or float in [0, 1]."""
     levels = images if not images.is_floating_point() else (images.clamp(0, 1) * 255).round()
     return levels.byte().permute(0, 2, 3, 1).contiguous().cpu().numpy()
-
-
-def grid(images: Sequence[Image.Image], columns: int) -> Image.Image:
-    """Images of one size, arranged row by row. Small ones are enlarged."""
-    scale = max(1, SIDE // max(images[0].size))
-    width, height = (side * scale for side in images[0].size)
-    grid = Image.new("RGB", (columns * width, -(-len(images) // columns) * height))
-    for i, image in enumerate(images):
-        tile = image.resize((width, height), Image.Resampling.NEAREST)
-        grid.paste(tile, (i % columns * width, i // columns * height))
-    return grid

@@ -97,11 +97,8 @@ class Media(Protocol):
         """Writes one page that shows two evaluations side by side; `after` has these media."""
         ...
 
-    def gallery(self, prompts: Sequence[str], folder: Path) -> Path:
-        """Writes the media as files that any program can open, and one page of all; returns the path of the page.
-
-        Every prompt has equally many samples. They have no rewards or other facts.
-        """
+    def gallery(self, drawn: Gallery, folder: Path) -> Path:
+        """Writes the media as files that any program can open, a manifest, and one page of all; returns the page."""
         ...
 
     def console_lines(self) -> list[str]:
@@ -115,6 +112,38 @@ class Media(Protocol):
     def mirror(self, mirrors: Mirrors, page: MirroredPage, rows: Sequence[SampleRow]) -> None:
         """Sends the page and the first media to mirrors."""
         ...
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """How samples without rewards were drawn: equally many for each prompt, those of a prompt adjacent."""
+
+    prompts: tuple[str, ...]
+    per_prompt: int
+    facts: Mapping[str, object]
+    """What all samples share, such as seed, run and checkpoint."""
+
+    @property
+    def title(self) -> str:
+        """The facts in one line."""
+        return ", ".join(f"{name} {value}" for name, value in self.facts.items())
+
+    def of(self, number: int) -> dict[str, object]:
+        """Prompt, number among the samples of the prompt, and facts of a sample."""
+        return {
+            "prompt": self.prompts[number // self.per_prompt],
+            "sample": number % self.per_prompt,
+            **self.facts,
+        }
+
+    def name(self, number: int) -> str:
+        """The name of the file of a sample, such as `p03-s05`, without its suffix."""
+        return f"p{number // self.per_prompt:02d}-s{number % self.per_prompt:02d}"
+
+    def write_manifest(self, path: Path, own: Sequence[Mapping[str, object]]) -> None:
+        """Writes one JSON line per sample: what is its own, such as its file, and how it was drawn."""
+        rows = [{**each, **self.of(number)} for number, each in enumerate(own)]
+        replace_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 Sides = tuple[str, str]

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from unirl.tracking.lettering import Colour, draw_text, width_of, wrap
-from unirl.tracking.samples import Media, SampleTable, Sides, direction, pairs_of
+from unirl.tracking.samples import Gallery, Media, SampleTable, Sides, direction, pairs_of
 
 BACKGROUND = (250, 250, 247)
 INK = (32, 36, 43)
@@ -172,6 +172,24 @@ def before_after_sheet(
     change = f"mean reward {before.mean_reward:.3f} to {after.mean_reward:.3f}"
     summary = f"evaluation prompts, same noise; {change}{_also(sides[1].tiles.about)}"
     return _sheet(sides, blocks, min(shown, max(across, 1)), (title, summary))
+
+
+def gallery_sheet(tiles: Tiles, drawn: Gallery) -> Image.Image:
+    """Samples without rewards, a row per prompt, with the prompt and the number of each sample."""
+    columns = min(drawn.per_prompt, tiles.across)
+    down = -(-drawn.per_prompt // columns)
+    height = max(down * (tiles.height + CAPTION), TILE) + BELOW
+    width = max(2 * MARGIN + LABEL + GAP + columns * (tiles.width + GAP), MIN_WIDTH)
+    sheet = Sheet(width, TOP + len(drawn.prompts) * height + MARGIN, "Samples", drawn.title)
+    for number, prompt in enumerate(drawn.prompts):
+        y = TOP + number * height
+        sheet.wrapped(Rectangle(MARGIN, y, LABEL - GAP, height - BELOW), prompt, TEXT_SIZE)
+        for place in range(drawn.per_prompt):
+            x = MARGIN + LABEL + place % columns * (tiles.width + GAP)
+            top = y + place // columns * (tiles.height + CAPTION)
+            sheet.image.paste(fit(tiles.images[number * drawn.per_prompt + place], tiles.width, tiles.height), (x, top))
+            sheet.text(x + tiles.width // 2, top + tiles.height + 4, f"sample {place}", SMALL_SIZE, MUTED, anchor="ma")
+    return sheet.image
 
 
 def _sheet(sides: Sequence[Side], blocks: Sequence[Block], columns: int, titles: tuple[str, str]) -> Image.Image:

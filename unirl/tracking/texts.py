@@ -6,7 +6,6 @@ Invisible characters are spelled out, so they cannot move a cursor or hide anyth
 
 from __future__ import annotations
 
-import json
 import re
 import unicodedata
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from unirl.tracking.console import printable
 from unirl.tracking.mirrors import Mirrors
 from unirl.tracking.samples import (
     Fact,
+    Gallery,
     Media,
     MirroredPage,
     SampleGroup,
@@ -76,17 +76,17 @@ class TextMedia(Media):
         replace_text(path, before_after_page(before, after, sides))
         return path
 
-    def gallery(self, prompts: Sequence[str], folder: Path) -> Path:
-        """Writes every text with its prompt as a line of JSON, and a page."""
-        columns = len(self.texts) // len(prompts)
-        rows = [{"prompt": prompts[i // columns], "response": text} for i, text in enumerate(self.texts)]
-        replace_text(folder / "responses.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-        limit = _characters_per_text(len(prompts) + len(rows))
-        parts = ["# Responses\n\n"]
-        for number, row in enumerate(rows):
+    def gallery(self, drawn: Gallery, folder: Path) -> Path:
+        """Writes every text with its prompt and seed as a line of JSON, and a page."""
+        drawn.write_manifest(folder / "responses.jsonl", [{"response": text} for text in self.texts])
+        columns = drawn.per_prompt
+        limit = _characters_per_text(len(drawn.prompts) + len(self.texts))
+        parts = [f"# Responses\n\n{inline(drawn.title, LONGEST_PATH)}\n\n"]
+        for number, text in enumerate(self.texts):
             if number % columns == 0:
-                parts.append(f"## Prompt {number // columns + 1}\n\n{block(row['prompt'], limit)}")
-            parts.append(f"### Response {number % columns + 1}\n\n{block(row['response'], limit)}")
+                prompt = drawn.prompts[number // columns]
+                parts.append(f"## Prompt {number // columns + 1}\n\n{block(prompt, limit)}")
+            parts.append(f"### Response {number % columns + 1}\n\n{block(text, limit)}")
         path = folder / "responses.md"
         replace_text(path, "".join(parts))
         return path

@@ -13,10 +13,21 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from PIL import Image, ImageOps, ImageSequence
 
-from unirl.tracking.images import LOSSLESS_UP_TO, grid
+from unirl.tracking.images import LOSSLESS_UP_TO
 from unirl.tracking.mirrors import Mirrors, Preview
-from unirl.tracking.samples import Fact, Media, MirroredPage, SampleRow, SampleTable
-from unirl.tracking.sheets import BACKGROUND, GAP, LABEL, MAX_PER_ROW, PAGE, TiledMedia, Tiles, fit, saved
+from unirl.tracking.samples import Fact, Gallery, Media, MirroredPage, SampleRow, SampleTable
+from unirl.tracking.sheets import (
+    BACKGROUND,
+    GAP,
+    LABEL,
+    MAX_PER_ROW,
+    PAGE,
+    TiledMedia,
+    Tiles,
+    fit,
+    gallery_sheet,
+    saved,
+)
 from unirl.tracking.tables import replace_text
 from unirl.tracking.texts import listing
 from unirl.types.primitives import VideoPreviews
@@ -142,13 +153,13 @@ class VideoMedia(TiledMedia):
         replace_text(folder / "samples.md", listing(table, title, shown_as))
         return super().page(table, folder, title)
 
-    def gallery(self, prompts: Sequence[str], folder: Path) -> Path:
-        """Writes the files of every video, and a grid of strips with one row per prompt."""
-        columns = len(self.videos) // len(prompts)
-        for i, video in enumerate(self.videos):
-            video.write(f"p{i // columns:02d}-s{i % columns:02d}", folder)
-        cells = [_padded(strip, strip.shape[1] + 4 * STRIP_GAP, STRIP_GAP) for strip in self.tiles().images]
-        return saved(grid([Image.fromarray(cell) for cell in cells], columns), folder / "grid.png")
+    def gallery(self, drawn: Gallery, folder: Path) -> Path:
+        """Writes the files of every video, a manifest with prompts and seeds, and a labelled grid of strips."""
+        for number, video in enumerate(self.videos):
+            video.write(drawn.name(number), folder)
+        names = [f"{drawn.name(number)}.webp" for number in range(len(self.videos))]
+        drawn.write_manifest(folder / "manifest.jsonl", [{"file": name} for name in names])
+        return saved(gallery_sheet(self.tiles(), drawn), folder / "grid.png")
 
     def remarks(self) -> list[str]:
         """A note if MP4 files cannot be written here."""

@@ -9,4 +9,5 @@ unset PYTHONDONTWRITEBYTECODE
 cd "$(dirname "${BASH_SOURCE[0]}")"
 bash scripts/bootstrap.sh
 if [ "$#" -eq 0 ]; then set -- quickstart; else set -- train "$@"; fi
+printf 'unirl: starting unirl %s (loading the libraries takes some seconds)\n' "$*" >&2
 exec .venv/bin/python -m unirl.cli "$@"

@@ -15,6 +15,20 @@ say() { printf 'unirl set-up: %s\n' "$*" >&2; }
 # The exit status is the first digit of the code: 3 = a program or package is missing, 5 = not enough disk space.
 fail() { printf 'error[%s]: %s\n' "$1" "$2" >&2; exit "${1%???}"; }
 
+ticker=""
+# Says every two seconds that `what` goes on, until stop_ticking, or until this script is gone. pip and uv are quiet.
+tick() {
+  local what="$1"
+  { while sleep 2 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do say "$what ($SECONDS s)"; done; } 9>&- &
+  ticker=$!
+}
+stop_ticking() {
+  [ -n "$ticker" ] || return 0
+  kill "$ticker" 2>/dev/null || true
+  wait "$ticker" 2>/dev/null || true
+  ticker=""
+}
+
 wanted_stamp() {
   cat "$root/pyproject.toml" "$root/unirl-reward-service/pyproject.toml" "$root/constraints.txt" \
     "$root/scripts/bootstrap.sh" | cksum
@@ -98,11 +112,12 @@ main() {
   if [ -x "$venv/bin/python" ] && [ "$(cat "$stamp_file" 2>/dev/null)" = "$stamp" ]; then return; fi
   trap 'exit 130' INT
   trap 'exit 143' TERM
+  trap stop_ticking EXIT
   cd "$root"
   # Two set-ups at the same time would disturb each other, so the second one waits for the first.
   if command -v flock >/dev/null 2>&1; then
     exec 9<"$root/scripts/bootstrap.sh"
-    flock 9
+    flock -n 9 || { say "waiting for another set-up of this checkout"; flock 9; }
     if [ -x "$venv/bin/python" ] && [ "$(cat "$stamp_file" 2>/dev/null)" = "$stamp" ]; then return; fi
   fi
   check_disk
@@ -110,10 +125,14 @@ main() {
   if ! [ -x "$venv/bin/python" ] || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1 \
     || [ "$(tail -n 1 "$stamp_file" 2>/dev/null)" != "$root" ]; then
     python="$(find_python)"
+    tick "creating .venv"
     make_venv "$python"
+    stop_ticking
   fi
   rm -f "$stamp_file"
+  tick "installing packages"
   install_packages
+  stop_ticking
   printf '%s\n' "$stamp" >"$stamp_file"
   say "ready after $SECONDS s"
 }

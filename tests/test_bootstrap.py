@@ -1,6 +1,7 @@
 """scripts/bootstrap.sh on machines that lack something; the Python it finds is a stub that notes what it was asked."""
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 
 from tests.source_tree import ROOT
 
-TOOLS = ("bash", "sh", "cat", "cksum", "df", "awk", "head", "tail", "rm", "mkdir", "cp", "dirname", "chmod")
+TOOLS = ("bash", "sh", "cat", "cksum", "df", "awk", "head", "tail", "rm", "mkdir", "cp", "dirname", "chmod", "sleep")
 
 STUB = """#!/bin/sh
 echo "$@" >>"{log}"
@@ -18,7 +19,7 @@ case "$*" in
   *version_info*) exit {unsupported} ;;
   *ensurepip*) exit {no_venv} ;;
   "-m venv "*) mkdir -p "$4/bin"; cp "$0" "$4/bin/python"; exit 0 ;;
-  "-m uv "*) exit {uv_fails} ;;
+  "-m uv "*) sleep {slow}; exit {uv_fails} ;;
   *"-e .[dev] -e ./unirl-reward-service[dev]") exit {pip_fails} ;;
 esac
 exit 0
@@ -46,8 +47,14 @@ class Machine:
             (self.bin / tool).symlink_to(shutil.which(tool))
         self.python()
 
-    def python(self, version="3.12.1", unsupported=0, no_venv=0, uv_fails=0, pip_fails=0):
-        facts = {"unsupported": unsupported, "no_venv": no_venv, "uv_fails": uv_fails, "pip_fails": pip_fails}
+    def python(self, version="3.12.1", unsupported=0, no_venv=0, uv_fails=0, pip_fails=0, slow=0):
+        facts = {
+            "unsupported": unsupported,
+            "no_venv": no_venv,
+            "uv_fails": uv_fails,
+            "pip_fails": pip_fails,
+            "slow": slow,
+        }
         self.tool("python3", STUB.format(version=version, log=self.log, **facts))
 
     def tool(self, name: str, text: str):
@@ -107,6 +114,15 @@ def test_too_little_disk_is_said_in_mebibytes(machine):
     assert done.returncode == 5
     assert "100 MiB free" in done.stderr
     assert machine.asked == ""
+
+
+def test_a_slow_installation_shows_that_it_goes_on_and_its_signs_of_life_end_with_it(machine):
+    machine.python(slow=5)
+    done = machine.start()
+    assert done.returncode == 0
+    ticks = re.findall(r"unirl set-up: installing packages \((\d+) s\)", done.stderr)
+    assert ticks and done.stderr.splitlines()[-1].startswith("unirl set-up: ready after")
+    assert "Terminated" not in done.stderr
 
 
 def test_a_second_start_does_nothing(machine):

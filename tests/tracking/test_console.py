@@ -108,8 +108,8 @@ def test_progress_in_a_pipe_is_frequent_at_first_and_rare_in_a_long_run(monkeypa
         console.progress("train: micro-batch 3/48")
         times += [now[0]] * (len(stream.getvalue()) > before)
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
-    assert max(gap for gap, at in zip(gaps, times, strict=False) if at < 180) <= 2.0
-    assert max(gaps) <= 630.0 and len(times) < 2000
+    assert max(gap for gap, at in zip(gaps, times, strict=False) if at < 450) <= 2.0
+    assert max(gaps) <= 630.0 and len(times) < 3500
 
 
 def test_a_step_is_a_sign_of_life_after_which_progress_waits(monkeypatch):

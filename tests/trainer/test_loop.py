@@ -19,6 +19,7 @@ from unirl.train.backend.checkpoint import open_checkpoint
 from unirl.trainer.assemble import build_trainer
 from unirl.trainer.monitoring import spread_rows
 from unirl.trainer.resume import changed_keys
+from unirl.types.progress import Counted, Heartbeat
 
 COMMON = ("scale=toy", "num_rollouts=2", "tracking.sample_steps=0", "evaluation.eval_steps=0")
 
@@ -81,6 +82,23 @@ def test_training_changes_the_weights(finished) -> None:
 def test_every_step_accounts_for_every_sample(finished) -> None:
     rows = [json.loads(line) for line in (finished / "ledger.jsonl").read_text().splitlines()]
     assert [(row["step"], row["generated"], row["scored"]) for row in rows] == [(1, 8, 8), (2, 8, 8)]
+
+
+def test_every_phase_counts_what_it_has_done_up_to_all_of_it(tmp_path, monkeypatch) -> None:
+    counted: dict[str, dict[str, Counted]] = {}
+    with trainer_of(tmp_path, "num_rollouts=1") as trainer:
+        beat = Heartbeat.beat
+
+        def noted(heartbeat: Heartbeat, *args: object) -> None:
+            beat(heartbeat, *args)
+            counted.setdefault(trainer.pool.phase, {}).update(heartbeat.counted)
+
+        monkeypatch.setattr(Heartbeat, "beat", noted)
+        trainer.train()
+    assert all(each.done == each.total for phase in counted.values() for each in phase.values())
+    totals = {phase: {what: each.total for what, each in counts.items()} for phase, counts in counted.items()}
+    assert totals["generate"].items() >= {"sample": 8, "denoising step": 4}.items()
+    assert totals["train"]["micro-batch"] == 2 and "part of the loss" in totals["train"]
 
 
 def test_an_evaluation_repeats_to_the_bit_and_does_not_disturb_training(finished, tmp_path) -> None:

@@ -14,6 +14,7 @@ from typing_extensions import TypeVar
 from unirl.algorithms.shared.checks import check_coefficients
 from unirl.algorithms.shared.kl import AdaptiveKL, KLController
 from unirl.config.errors import InvalidValueError
+from unirl.types.progress import progress
 from unirl.types.protocols import Anchor, Needs, Quantity, TrainingProgress
 from unirl.types.results import Metrics, merge
 from unirl.types.rollout_resp import RolloutTrack
@@ -216,6 +217,7 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[StageT, SegmentT]):
             metrics.append(result.metrics)
             if first_update:
                 metrics.append(self.parity(rows, part, result.outputs))
+            progress("part of the loss", len(parts))
         return merge(metrics)
 
 

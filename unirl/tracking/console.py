@@ -177,10 +177,10 @@ def _join(parts: Iterable[str]) -> str:
 def silence_allowed(elapsed_s: float) -> float:
     """Seconds without a line after which one about progress is due, `elapsed_s` after the start of a run.
 
-    A run of a minute is never silent for long, and one of a week writes about a thousand such lines.
+    A run of a minute is never silent for long, and one of a week writes about three thousand such lines.
     """
     shortest, longest = SILENCE_S
-    return min(max(shortest, elapsed_s / 100), longest)
+    return min(max(shortest, elapsed_s / 300), longest)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -142,6 +143,15 @@ def test_sample_draws_a_row_per_prompt(run_dir, tmp_path):
         }
     assert {path.suffix for path in out.iterdir()} == {".png", ".jsonl"}
     assert (out / "grid.png").is_file()
+
+
+@pytest.mark.slow
+def test_a_run_continues_from_the_recipe_in_its_folder(run_dir, tmp_path):
+    copy, whole = tmp_path / "copy", tmp_path / "whole"
+    shutil.copytree(run_dir, copy)
+    assert main(["train", str(copy / "config" / "resolved.yaml"), f"run.dir={copy}", "num_rollouts=3"]) == 0
+    assert main(["train", *TOY, "num_rollouts=3", f"run.dir={whole}"]) == 0
+    assert metrics_of(copy)[-1] == metrics_of(whole)[-1]
 
 
 def test_export_writes_adapters_that_draw_the_same_elsewhere(run_dir, tmp_path, capsys):

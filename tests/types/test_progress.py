@@ -125,6 +125,14 @@ def test_counts_go_on_from_chunk_to_chunk_with_their_rate_and_the_outer_one_firs
     assert beat.status() == "phase reward, 2 s ago"
 
 
+def test_a_total_of_one_has_a_rate_too(clock) -> None:
+    beat = Heartbeat()
+    for _ in range(3):
+        clock.now += 4.0
+        beat.beat("micro-batch", 1)
+    assert beat.status() == "micro-batch 1/1 (0.25/s)"
+
+
 def test_the_status_is_that_of_the_worker_which_is_waited_for_and_tells_uncounted_work_apart(clock) -> None:
     driver, worker = Heartbeat(), Heartbeat()
     worker.beat("sent tensor")

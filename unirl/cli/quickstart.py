@@ -8,6 +8,7 @@ from pathlib import Path
 from unirl.cli.arguments import parse_recipe, recipe_parser
 from unirl.cli.check import checked
 from unirl.cli.export import export
+from unirl.cli.start import shown_start
 from unirl.cli.train import train
 from unirl.config.errors import NoImprovementError
 from unirl.config.failures import Session
@@ -34,7 +35,9 @@ def run(argv: list[str], session: Session) -> int:
     train(replace(arguments, recipe=recipe), session)
     assert session.run_dir is not None
     scores = read_scores(session.run_dir)
-    for line in (*report(session.run_dir, scores), *export(str(session.run_dir))):
+    with shown_start(Session(), "exporting"):
+        exported = export(str(session.run_dir))
+    for line in (report(scores), *exported):
         print(line)
     longer = f"num_rollouts={2 * len((session.run_dir / 'metrics.jsonl').read_text().splitlines())}"
     print(f"train on         {continuation(checked(recipe, [*arguments.overrides, longer]), session.run_dir)}")
@@ -52,15 +55,11 @@ def read_scores(root: Path) -> list[dict[str, float]]:
     return [json.loads(path.read_text())["metrics"] for path in sorted(root.glob("eval/step-*/scores.json"))]
 
 
-def report(root: Path, scores: Sequence[dict[str, float]]) -> list[str]:
-    """The lines of the final report, after the summary of the run. With it they fit one screen of 24 lines."""
+def report(scores: Sequence[dict[str, float]]) -> str:
+    """The scores before and after. With the summary of the run and its exports, it fits one screen of 24 lines."""
     before, after = scores[0], scores[-1]
     spread = [f"{result['eval/reward_mean']:.3f} +- {result['eval/reward_stderr']:.3f}" for result in (before, after)]
-    return [
-        f"held-out reward  {spread[0]} -> {spread[1]}   (mean +- standard error)",
-        f"samples          {root / 'samples'}",
-        f"metrics          {root / 'metrics.csv'}",
-    ]
+    return f"held-out reward  {spread[0]} -> {spread[1]}   (mean +- standard error)"
 
 
 def check_promise(recipe: str, scores: Sequence[dict[str, float]], overrides: Sequence[str]) -> None:

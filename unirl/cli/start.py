@@ -16,14 +16,18 @@ ERASE = "\r\x1b[2K"
 
 
 @contextmanager
-def shown_start(session: Session) -> Iterator[None]:
-    """Within the block, says every second what is imported, until the run prints its banner (`session.has_started`)."""
+def shown_start(session: Session, what: str = "starting") -> Iterator[None]:
+    """Within the block, says every second what is imported or done, until `session.start`, which comes before a banner.
+
+    Args:
+        what: the first word of the lines.
+    """
     beat = Heartbeat("beginning")
     has_started, rewrites = session.has_started, sys.stderr.isatty()
 
     def watch() -> None:
         while not has_started.wait(PERIOD_S):
-            line = f"unirl: starting: {beat.status()}"
+            line = f"unirl: {what}: {beat.status()}"
             say(f"{ERASE}{line[:79]}" if rewrites else line, end="" if rewrites else "\n")
         if rewrites:
             say(ERASE, end="")

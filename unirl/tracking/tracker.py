@@ -186,11 +186,16 @@ class Tracker:
         return [(label, str(path)) for label, path in newest if path is not None]
 
     def changes(self) -> list[Change]:
-        """First and last value of the rewards: of the steps, and of the evaluations if there were two."""
+        """First and last value of the rewards: of the evaluations if there were two, and of the steps.
+
+        After evaluations, which show every component, the steps only show the whole reward.
+        """
         self.flush()
         rows = list(read_rows(self.run.metrics))
         scores = [json.loads(path.read_text())["metrics"] for path in sorted(self.run.root.glob("eval/*/scores.json"))]
-        return (_changes(scores) if len(scores) > 1 else []) + _changes(rows)
+        if len(scores) < 2:
+            return _changes(rows)
+        return _changes(scores) + [change for change in _changes(rows) if change.name.startswith("rollout/")]
 
     # The life of a run
 

@@ -73,9 +73,9 @@ class Heartbeat:
         before = self.counted.get(what)
         if before is None:
             return Counted(total, self.at, self.at, done=1 if done is None else done)
-        is_again = before.total != total or before.done >= total
+        is_again = before.total != total or before.done >= total or (done is not None and done < before.done)
         now = done if done is not None else 1 if is_again else before.done + 1
-        more = now - before.done if now >= before.done else now
+        more = now if is_again else now - before.done
         return Counted(total, before.since, self.at, now, before.in_all + more, before.beats + 1)
 
     def status(self) -> str:

@@ -23,6 +23,7 @@ from unirl.models.hunyuan_video15.family import (
     SYSTEM_MESSAGE,
     HunyuanVideo15Bundle,
     HunyuanVideo15Pipeline,
+    causal_mask,
     glyph_text,
     glyph_tokens,
 )
@@ -161,6 +162,23 @@ def test_a_video_of_many_latent_frames_is_decoded_in_pieces_as_diffusers_does(fi
 
 
 # Guidance
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+@pytest.mark.parametrize(("frames", "pixels"), [(1, 4), (3, 2), (4, 1)])
+def test_the_mask_of_the_vae_of_1_5_is_that_of_diffusers(frames: int, pixels: int, batch_size: int | None) -> None:
+    from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15AttnBlock
+
+    settings = (frames, pixels, torch.float32, torch.device("cpu"), batch_size)
+    assert torch.equal(causal_mask(*settings), HunyuanVideo15AttnBlock.prepare_causal_attention_mask(*settings))
+
+
+def test_the_vae_of_1_5_makes_its_masks_in_a_few_operations(second: HunyuanVideo15Pipeline, tmp_path: Path) -> None:
+    name, configs, vae = "prepare_causal_attention_mask", HUNYUAN_VIDEO_15.configs("toy"), second.bundle.modules["vae"]
+    vae.save_pretrained(tmp_path / "vae")  # type: ignore[operator]
+    for module in (vae, HUNYUAN_VIDEO_15.build(configs, "vae"), HUNYUAN_VIDEO_15.load(tmp_path, "vae", torch.float32)):
+        made = [vars(part)[name] for part in module.modules() if hasattr(part, name)]
+        assert made and all(function is causal_mask for function in made)
 
 
 def test_an_undistilled_model_is_guided_by_two_branches() -> None:

@@ -147,6 +147,8 @@ class DiffusersFamily:
     """With `vae_dtype: auto`, the VAE computes in bf16 where the model does, as in diffusers' examples. False
     where a configuration of the VAE has `force_upcast` (SD3, FLUX, Z-Image, Lumina 2), and where the examples use
     float32 (Wan) or float16 (HunyuanVideo)."""
+    prepare: Mapping[str, Callable[[nn.Module], None]] = field(default_factory=dict)
+    """Functions that make a built or loaded component faster without changing its results, by component name."""
     seed: int = 20250
     """Seed of the toys' random weights."""
     uninitialised: tuple[str, ...] = ()
@@ -275,6 +277,11 @@ class DiffusersFamily:
                 module: nn.Module = module_class(module_class.config_class.from_dict(config))
             else:
                 module = module_class.from_config(config)
+        return self._prepared(component, module)
+
+    def _prepared(self, component: str, module: nn.Module) -> nn.Module:
+        if component in self.prepare:
+            self.prepare[component](module)
         return module
 
     def class_of(self, component: str) -> Any:
@@ -321,7 +328,7 @@ class DiffusersFamily:
         saved = read_headers(place, root / component, self.weight_file(component))
         check_dtypes(place, module, saved, info["unexpected_keys"])
         check_tensors(place, module_class.__name__, info, may_have_more=component not in self.trained)
-        return module
+        return self._prepared(component, module)
 
     def check(self, root: Path, component: str, module: nn.Module, saved: Mapping[str, tuple[int, ...]]) -> None:
         """Raises NotFoundError (4001) unless a trained component has exactly the `saved` tensors."""

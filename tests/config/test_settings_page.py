@@ -13,3 +13,7 @@ def test_the_page_has_every_key_of_a_recipe():
     page = settings_page.PAGE.read_text()
     names = {doc.path.rpartition(".")[2] for doc in list_keys(load("diffusion/sd3_nft").root)}
     assert {name for name in names if f"| `{name}` |" not in page} == set()
+
+
+def test_no_text_on_the_page_is_a_signature_that_python_wrote():
+    assert "(*, " not in settings_page.PAGE.read_text()

@@ -55,8 +55,11 @@ def keys_of(schema: Schema, path: str = "") -> Iterator[KeyDoc]:
 
 
 def summary_of(target: Callable[..., object]) -> str:
-    """The first paragraph of a docstring, in one line."""
-    return " ".join((inspect.getdoc(target) or "").partition("\n\n")[0].split())
+    """The first paragraph of a docstring, in one line: of a class, else of the nearest base that was given one."""
+    docs = [(base.__name__, base.__doc__) for base in target.__mro__] if inspect.isclass(target) else []
+    written = [doc for name, doc in docs if doc and not doc.startswith(f"{name}(")]  # Dataclasses get their signature.
+    doc = inspect.cleandoc(written[0]) if written else inspect.getdoc(target) or ""
+    return " ".join(doc.partition("\n\n")[0].split())
 
 
 def docs_of(cls: type) -> dict[str, str]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from unirl.config.errors import DataError
+from unirl.config.plugins import forget
 from unirl.distributed import current
 from unirl.distributed.group.dispatch import broadcast, collect, rank0, scatter
 from unirl.types.batch import Batch, row
@@ -125,7 +126,7 @@ class Saboteur:
     """Fails in the ways that workers do."""
 
     def __init__(self, siblings) -> None:
-        pass
+        forget()  # The workers are shared, and roles of other tests may have made this package a plugin.
 
     @broadcast
     def fail(self) -> None:

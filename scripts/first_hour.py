@@ -88,8 +88,12 @@ class Case:
     """New files and folders that may be there afterwards."""
     unread: bool = False
     """Nobody reads the output, as after `| head`."""
-    hang_up_at: str = ""
-    """The terminal is closed when this file appears."""
+    signals: Sequence[str] = ()
+    """Sent one after the other, such as HUP for a terminal that is closed."""
+    signals_at: str = ""
+    """They are sent when this file has content."""
+    damaged: str = ""
+    """A pattern of files in which one byte is changed before."""
 
     @property
     def all_files(self) -> dict[str, str]:
@@ -124,7 +128,8 @@ class Answer:
     def message(self) -> str:
         """The output from the first error on; all of it if there is no error."""
         lines = self.output.rstrip().splitlines()
-        first = next((i for i, line in enumerate(lines) if line.startswith(("error[", "unirl: stopped"))), 0)
+        ends = ("error[", "unirl: stopped", "unirl: interrupted")
+        first = next((number for number, line in enumerate(lines) if line.startswith(ends)), 0)
         return "\n".join(lines[first:])
 
 
@@ -161,13 +166,17 @@ def replay(case: Case, folder: Path, run: Path) -> Answer:
     for name, text in case.all_files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
+    for file in folder.glob(case.damaged) if case.damaged else ():
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
     before = {path.name for path in folder.iterdir()}
     words = case.words("run")
     begun = time.monotonic()
     pid = os.fork()
     if not pid:
         run_here(words, folder, case)
-    status = wait_for(pid, folder / case.hang_up_at if case.hang_up_at else None)
+    status = wait_for(pid, [signal.Signals[f"SIG{name}"] for name in case.signals], folder / case.signals_at)
     seconds = time.monotonic() - begun
     output = output_of(folder).read_text(encoding="utf-8", errors="replace") if output_of(folder).exists() else ""
     return Answer(status, seconds, output, frozenset({path.name for path in folder.iterdir()} - before))
@@ -200,16 +209,21 @@ def run_here(words: Sequence[str], folder: Path, case: Case) -> None:
         os._exit(status)
 
 
-def wait_for(pid: int, hang_up_at: Path | None) -> int:
-    """The exit status of a process, negative for the signal that ended it. It is killed after DEADLINE_S."""
+def wait_for(pid: int, signals: Sequence[signal.Signals], at: Path) -> int:
+    """The exit status of a process, negative for the signal that ended it. It is killed after DEADLINE_S.
+
+    Args:
+        signals: sent when the file `at` has content, 0.1 s apart.
+    """
     end = time.monotonic() + DEADLINE_S
     while True:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
             return os.waitstatus_to_exitcode(status)
-        if hang_up_at is not None and hang_up_at.exists() and hang_up_at.stat().st_size:
-            os.kill(pid, signal.SIGHUP)
-            hang_up_at = None
+        if signals and at.is_file() and at.stat().st_size:
+            os.kill(pid, signals[0])
+            signals = signals[1:]
+            time.sleep(0.1)
         if time.monotonic() > end:
             os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import unirl
 from unirl.config.compose import ComposedConfig
@@ -165,8 +165,13 @@ def check_weights(saved: SavedRun, weights: str) -> None:
 def check_folder(folder: Path) -> None:
     """Refuses (2004) a folder for the files that a command makes of a run, if it cannot be created or written."""
     nearest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        why = "cannot be written to" if nearest.is_dir() else "is a file, not a folder"
+    why = "" if nearest.is_dir() else "is a file, not a folder"
+    try:
+        if not why:
+            TemporaryFile(dir=nearest).close()  # os.access allows root everything, also where the system refuses it
+    except OSError as error:
+        why = f"cannot be written to ({error.strerror})"
+    if why:
         raise InvalidValueError(
             f"--out {folder}: {nearest} {why}. Name a folder that this user may write to with --out"
         )

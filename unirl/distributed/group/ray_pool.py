@@ -38,9 +38,9 @@ CAUSE_S = 10.0
 """The same when the first failure is a broken connection: Ray reports the death of a machine after seconds."""
 CLEAR_S = 20.0
 MIN_WAIT_S = 0.05
+"""Seconds between two questions to the workers whether they make progress."""
 STATUS_S = 1.0
 """Seconds that a worker has to say what it counts."""
-"""Seconds between two questions to the workers whether they make progress."""
 
 
 class RayGroup(Group):

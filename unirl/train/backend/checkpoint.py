@@ -312,7 +312,7 @@ def open_checkpoint(path: str | Path, unread: str | None = None) -> Checkpoint:
     if latest.checkpoint:
         return latest.checkpoint
     reasons = "".join(f"\n  {skipped}" for skipped in latest.skipped) or " (no checkpoint-<N> or global_step_<N> in it)"
-    raise CheckpointError(f"resume={path}: there is no valid checkpoint in this folder{reasons}")
+    raise CheckpointError(f"{path}: there is no valid checkpoint in this folder{reasons}")
 
 
 def existing(path: str | Path) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import types
+from importlib.machinery import ModuleSpec
 
 import numpy as np
 import pytest
@@ -164,7 +165,7 @@ def test_paddleocr_is_called_as_documented(monkeypatch):
 
     module = types.ModuleType("paddleocr")
     module.PaddleOCR = PaddleOCR
-    module.__spec__ = types.SimpleNamespace(name="paddleocr")
+    module.__spec__ = ModuleSpec("paddleocr", None, origin="a stand-in")
     monkeypatch.setitem(sys.modules, "paddleocr", module)
     red = torch.tensor([1.0, 0.0, 0.0])[:, None, None].expand(3, 8, 8)
     scorer = OCRRewardScorer(config=OCRSpec(engine="paddleocr", lang="fr"))

@@ -128,7 +128,7 @@ class Answer:
     def message(self) -> str:
         """The output from the first error on; all of it if there is no error."""
         lines = self.output.rstrip().splitlines()
-        ends = ("error[", "unirl: stopped", "unirl: interrupted")
+        ends = ("error[", "unirl: stopped", "unirl: interrupted", "unirl: SIGINT: stopped")
         first = next((number for number, line in enumerate(lines) if line.startswith(ends)), 0)
         return "\n".join(lines[first:])
 

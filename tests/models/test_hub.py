@@ -103,6 +103,12 @@ def test_a_reward_model_that_the_hub_lacks_is_named_with_its_key(stand_in):
         hub.look_up({"reward.backend.config.path": "someone/scorer"})
 
 
+@pytest.mark.parametrize("stand_in", [404], indirect=True)
+def test_a_path_that_is_not_there_is_no_hub_id(stand_in):
+    with pytest.raises(NotFoundError, match=r"'\.\./scorer' is neither a directory here nor a hub id"):
+        hub.look_up({"reward.backend.config.path": "../scorer"})
+
+
 @pytest.mark.parametrize("stand_in", [None], indirect=True)
 def test_models_that_are_on_this_machine_are_not_asked_for(stand_in, tmp_path):
     (tmp_path / "models--someone--scorer" / "snapshots" / "abc").mkdir(parents=True)

@@ -374,6 +374,25 @@ def test_an_overview_that_cannot_be_drawn_is_a_warning(unbroken, tmp_path):
     assert status_of(tmp_path / "run").state == "finished"
 
 
+@pytest.mark.parametrize("error", [SyntaxError("broken PNG file"), Image.DecompressionBombError("too large")])
+def test_whatever_stops_the_drawing_the_end_is_recorded_and_the_console_closed(error, unbroken, tmp_path, monkeypatch):
+    def draw(root):
+        states.append(status_of(root).state)
+        raise error
+
+    states: list[str] = []
+    monkeypatch.setattr("unirl.tracking.tracker.draw_overview", draw)
+    shutil.copytree(unbroken, tmp_path / "run")
+    console = Console(9, io.StringIO(), {}, log=tmp_path / "console.log")
+    target = tracker(tmp_path / "run", console=console)
+    target.finish(130, "interrupted")
+    assert states == ["stopped"] and console._log_file.closed
+    other = tracker(tmp_path / "run", console=Console(9, stream := io.StringIO(), {}))
+    other.summary("run")
+    other.finish()
+    assert f"overview.png was not drawn ({type(error).__name__}" in stream.getvalue()
+
+
 def test_a_run_without_a_step_has_no_overview(tmp_path):
     with tracker(tmp_path / "run") as target:
         target.truncate(-1)

@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 
 from tests.run_files import metrics_of
 from unirl.cli.main import main
+from unirl.config.errors import ResumeError
 from unirl.config.load import load
 from unirl.distributed.group.pool import LocalGroup
 from unirl.models.sd3.family import SD3Bundle
@@ -51,6 +52,9 @@ def test_a_run_that_started_from_an_adapter_continues_and_is_exported_without_th
     start = f"backend.lora_cfg.path={adapter}"
     run(tmp_path / "whole", start)
     run(tmp_path / "cut", start, "num_rollouts=1")
+    assert saved_run(str(tmp_path / "cut")).recipe.config.lora.get("path", str) is None
+    began = saved_run(str(tmp_path / "cut"), from_start=True).recipe.config
+    assert began.lora.get("path", str) == str(adapter), "eval --baseline scores what the run began with"
     adapter.unlink()
     run(tmp_path / "cut", start)
     assert metrics_of(tmp_path / "cut") == metrics_of(tmp_path / "whole")
@@ -58,6 +62,14 @@ def test_a_run_that_started_from_an_adapter_continues_and_is_exported_without_th
     (tmp_path / "prompts.txt").write_text("a red circle\n")
     words = ["--prompts", str(tmp_path / "prompts.txt"), "--out", str(tmp_path / "images")]
     assert main(["sample", str(tmp_path / "cut"), *words]) == 0
+
+
+def test_a_branch_that_names_an_adapter_file_is_refused(adapter, tmp_path):
+    run(tmp_path / "run", "num_rollouts=1")
+    words = (f"backend.lora_cfg.path={adapter}", f"resume={tmp_path / 'run'}")
+    refusal = pytest.raises(ResumeError, match=r"lora_cfg\.path=.* would have no effect: the run begins from .*Remove")
+    with refusal, build_trainer(recipe_of(tmp_path / "branch", *words)):
+        raise AssertionError("the run began")
 
 
 def test_a_continued_run_decodes_in_tiles_if_it_began_so(tmp_path, monkeypatch):

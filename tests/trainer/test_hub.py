@@ -119,6 +119,7 @@ def test_an_export_has_a_model_card_and_is_pushed_with_it(hub: Hub, tmp_path: Pa
     run = tmp_path / "run"
     small = ["scale=toy", "num_rollouts=1", "tracking.sample_steps=0"]
     assert main(["train", "diffusion/sd3_trainside", *small, f"run.dir={run}"]) == 0
+    assert main(["export", str(run), "--public"]) == 2
     assert main(["export", str(run), "--push-to-hub", "me"]) == 2
     assert "OWNER/NAME" in capsys.readouterr().err
     assert main(["export", str(run), "--push-to-hub", REPO]) == 0

@@ -27,7 +27,7 @@ def run(argv: list[str], session: Session) -> int:
     options = parser.parse(own)
     out = output_folder(options.run, "evaluations", options.out)
     block = {"weights": options.weights} | ({"data_path": options.prompts} if options.prompts else {})
-    saved = saved_run(options.run, overrides, {"evaluation": block})
+    saved = saved_run(options.run, overrides, {"evaluation": block}, from_start=options.baseline)
     check_weights(saved, options.weights)
     with build_trainer(saved.recipe, session, tracker=quiet_tracker(saved, out, session.argv)) as trainer:
         before = trainer.evaluate().metrics() if options.baseline else None

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from unirl.cli.arguments import Parser
+from unirl.config.errors import ArgumentError
 from unirl.config.failures import Session
 from unirl.train.backend.checkpoint import OPTIMIZER
 from unirl.trainer.export import EXPORTS, ExportedFile, export_checkpoint
@@ -29,6 +30,8 @@ def run(argv: list[str], session: Session) -> int:
     parser.option("--push-to-hub", metavar="OWNER/NAME", help="upload the (first) format with its model card")
     parser.option("--public", action="store_true", help="a repository that is made for it is public (default: private)")
     options = parser.parse(argv)
+    if options.public and options.push_to_hub is None:
+        raise ArgumentError("unirl export: --public needs --push-to-hub OWNER/NAME, the repository that it is for")
     if options.push_to_hub is not None:
         check_repo(options.push_to_hub)
     files = exported(options.run, options.format, options.weights, options.out)

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from types import FrameType
 
@@ -91,7 +90,7 @@ def _check_domain(recipe: str, domain: str | None) -> None:
 def stop_on_signal(request_stop: Callable[[int], None]) -> Iterator[None]:
     """Inside the block the first stop signal calls `request_stop(number)`; the second ends this process at once.
 
-    Then nothing is cleaned up. What was saved stays valid, and workers end with this process.
+    After the second signal nothing is cleaned up. What was saved stays valid, and workers end with this process.
 
     The shell and the kernel may both send SIGHUP when a terminal is closed, so it never counts as the second. It stays
     ignored if it was, as by nohup.
@@ -103,9 +102,11 @@ def stop_on_signal(request_stop: Callable[[int], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
     def end(number: int, _: FrameType | None) -> None:
-        if sys.stderr.isatty():
-            say(SHOW_CURSOR)
-        say(f"unirl: {signal.Signals(number).name}: stopped at once, without saving")
+        # Past sys.stderr, which a live display replaces, and whose lock another thread may hold.
+        cursor = SHOW_CURSOR if os.isatty(2) else ""
+        text = f"{cursor}unirl: {signal.Signals(number).name}: stopped at once, without saving\n"
+        with suppress(OSError):
+            os.write(2, text.encode())
         os._exit(128 + number)
 
     def stop(number: int, _: FrameType | None) -> None:

@@ -242,6 +242,8 @@ class Console:
         self._pace = Pace(total_steps)
         self._rewards: list[float] = []
         self._live: Live | None = None
+        self._has_ended = False
+        """The end of the run is printed, so no progress may be shown below it."""
         self._panel_of_step: RenderableType = Text()
         self._start = self._written = time.monotonic()
         self._lock = threading.RLock()
@@ -293,8 +295,12 @@ class Console:
         def watch() -> None:
             while not is_over.wait(REFRESH_S):
                 text = status()
-                if text and not is_over.is_set():
-                    self.progress(text)
+                try:
+                    with self._lock:
+                        if text and not is_over.is_set() and not self._has_ended:
+                            self.progress(text)
+                except OSError:  # nobody can read the console any more; the run goes on
+                    return
 
         thread = threading.Thread(target=watch, name="console-progress", daemon=True)
         thread.start()
@@ -314,7 +320,9 @@ class Console:
 
     def summary(self, title: str, changes: Sequence[Change], lines: Sequence[tuple[str, str]]) -> None:
         """Ends the live display and prints the end of a run."""
-        self._end_live()
+        with self._lock:
+            self._has_ended = True
+            self._end_live()
         self._print(title, "bold")
         if changes:
             self._write(self._table(changes))

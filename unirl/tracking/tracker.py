@@ -219,9 +219,6 @@ class Tracker:
         if self._closed:
             return
         self._closed = True
-        if self.console and code != 0:
-            self.flush()
-            self._overview()
         self.event("run.end", code=code, reason=reason)
         self._mirrors.finish(code)
         if self.console:
@@ -230,6 +227,10 @@ class Tracker:
         for table in (*self._cut_tables, self._events):
             table.close()
         self.run.close(code, reason)
+        if self.console and code != 0:
+            # The end is recorded by now. A picture that cannot be drawn must not hide the error that ended the run.
+            with suppress(Exception):
+                draw_overview(self.run.root)
 
     def __enter__(self) -> Tracker:
         return self
@@ -255,7 +256,7 @@ class Tracker:
         """Draws `overview.png` from the files of the run. A picture that cannot be drawn does not end a run."""
         try:
             return draw_overview(self.run.root)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # whatever a damaged file or image of the run makes a library raise
             self.warn(f"overview.png was not drawn ({type(error).__name__}: {error})")
             return None
 

@@ -31,7 +31,7 @@ from unirl.models.denoising.bundle import DiffusionBundle
 from unirl.models.denoising.differentiable import DifferentiableStage
 from unirl.models.denoising.pipeline import DiffusionPipeline
 from unirl.models.loading.checkpoint import TOY
-from unirl.models.loading.hub import ModelSource, look_up
+from unirl.models.loading.hub import ModelSource, look_up, quiet_downloads
 from unirl.plan.machine import check_machine, check_memory, is_elsewhere
 from unirl.plan.placement import PlacementPlan, capabilities_of, plan_of
 from unirl.plan.preflight import KnownModel, check_disk, needs_of
@@ -100,7 +100,7 @@ def build_trainer(
         closing(pool_of(sizes, tracker, threads)) as pool,
         reporting_to(pool.heartbeat),
     ):
-        with tracker.watching(lambda: f"load: {pool.status()}"):
+        with tracker.watching(lambda: f"load: {pool.status()}"), quiet_downloads():
             trainer = assemble(recipe, sizes, data, tracker, pool, checkpoints, resume)
         if is_own_run:
             _check_disk(recipe.config, checkpoints, trainer.roles.backend)
@@ -163,6 +163,8 @@ def assemble(
     saved = {} if resume.checkpoint is None else saved_choices(resume.checkpoint.path)
     tiles = tiling_of(sizes, pool.group(plan.rollout), saved.get(TILING), tracker.choice)
     config = sizes.config if tiles is None else with_tiling(sizes.config, tiles)
+    if tiles:
+        sizes = RecipeSizes(config)  # decoding in tiles needs less memory
     sampling, advantage = build(config.sampling), build(config.advantage)
     algorithm: StageAlgorithm[object] = build(config.algorithm)
     kl = algorithm.kl_controller()

@@ -24,7 +24,7 @@ def write_card(folder: Path, saved: SavedRun, format: str, difference: float | N
     path = folder / CARD
     library = _library(folder, format)
     base = saved.recipe.config.model_path
-    lines = [*_front_matter(library, format, base), *_about(saved, weights), *_use(library, format, base)]
+    lines = [*_front_matter(library, format, base), *_about(saved, weights), *_use(folder, library, format, base)]
     lines += _limits(difference)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
@@ -51,7 +51,7 @@ def _about(saved: SavedRun, weights: str) -> Iterator[str]:
     yield ""
     yield "| | |"
     yield "|---|---|"
-    yield f"| base model | `{config.model_path}` |"
+    yield f"| base model | `{_public_name(config.model_path)}` |"
     yield f"| recipe | `{recipe}` |"
     yield f"| algorithm | `{config.algorithm.class_name}` |"
     yield f"| reward | {', '.join(f'`{name}`' for name in _rewards(saved))} |"
@@ -60,7 +60,18 @@ def _about(saved: SavedRun, weights: str) -> Iterator[str]:
     yield ""
 
 
-def _use(library: str, format: str, base: str | None) -> Iterator[str]:
+def _public_name(path: str | None) -> str | None:
+    """A hub id, or the last part of a local path, since a card may be published."""
+    return Path(path).name if path is not None and Path(path).exists() else path
+
+
+def _class_of(folder: Path) -> str:
+    """The class of transformers that loads the network with its head, by its config.json."""
+    classes = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures")
+    return str(classes[0]) if classes else "AutoModel"
+
+
+def _use(folder: Path, library: str, format: str, base: str | None) -> Iterator[str]:
     yield "## Use"
     yield ""
     yield "```python"
@@ -74,7 +85,7 @@ def _use(library: str, format: str, base: str | None) -> Iterator[str]:
         yield ""
         yield f'model = PeftModel.from_pretrained(base, ".")  # base: the trained network of {base!r}'
     else:
-        kind = "DiffusionPipeline" if library == "diffusers" else "AutoModel"
+        kind = "DiffusionPipeline" if library == "diffusers" else _class_of(folder)
         yield f"from {library} import {kind}"
         yield ""
         yield f'model = {kind}.from_pretrained(".")  # this folder, or its id on the hub'

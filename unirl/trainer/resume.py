@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from unirl.config.errors import CheckpointError, InvalidValueError, ResumeError
-from unirl.config.merge import Tree, leaves
+from unirl.config.merge import Tree, get, leaves
 from unirl.config.recipe import RecipeConfig
 from unirl.train.backend.checkpoint import CheckpointStore, ResumePoint, open_checkpoint
 from unirl.train.backend.state import check_trained_weights, read_counters
@@ -99,6 +99,12 @@ def check_resumable(point: ResumePoint, own: Path, recipe: Tree, lora: LoraConfi
         raise ResumeError(
             f"{path.name} was written by another recipe ({'; '.join(shown)}{others}): set these back to continue "
             f"the run, start another one in another run.dir, or branch off with resume={path} run.dir=<new folder>"
+        )
+    start = None if lora is None else lora.path
+    if start is not None and path.parent != own and start != get(read_state(path)["recipe"], "backend.lora_cfg.path"):
+        raise ResumeError(
+            f"backend.lora_cfg.path={start} would have no effect: the run begins from the adapters of {path.name}. "
+            "Remove one of the two"
         )
     check_trained_weights(read_counters(path / "policy"), lora)
 

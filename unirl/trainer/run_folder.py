@@ -122,16 +122,21 @@ class SavedRun:
 
 
 def saved_run(
-    path: str, overrides: Sequence[str] = (), settings: Tree | None = None, unread: str | None = None
+    path: str,
+    overrides: Sequence[str] = (),
+    settings: Tree | None = None,
+    unread: str | None = None,
+    from_start: bool = False,
 ) -> SavedRun:
     """The valid checkpoint at `path` (a checkpoint, or a run: its newest), with the recipe that is saved in it.
 
-    The recipe decodes in tiles if the run did, and reads no file of which the checkpoint has the content.
+    The recipe decodes in tiles if the run did, and reads no adapter file of which the checkpoint has the content.
 
     Args:
         overrides: `key=value` from the command line.
         settings: keys that the command itself sets, as a tree.
         unread: files of the checkpoint whose names begin so are not needed, and may be damaged.
+        from_start: read the adapter file, to have the weights with which the run began.
     """
     checkpoint = open_checkpoint(path, unread)
     with still_there(checkpoint):
@@ -140,7 +145,7 @@ def saved_run(
     layers = (ConfigLayer("recipe", tree), ConfigLayer("unirl", settings or {}), command_line_layer(overrides, tree))
     file = RecipeFile(f"saved/{checkpoint.path.name}", checkpoint.path / STATE_FILE)
     recipe = check(ComposedConfig(file, layers))
-    config = continued(recipe.config)
+    config = recipe.config if from_start else continued(recipe.config)
     if tiles is not None and leaves_tiling_open(config):
         config = with_tiling(config, tiles)
     return SavedRun(checkpoint, replace(recipe, config=config))

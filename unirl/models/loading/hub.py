@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from unirl.config.errors import NotFoundError
+from unirl.types.progress import progress
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 ModelSource = Annotated[str, "a hub id, or a local file or directory"]
@@ -121,6 +122,7 @@ def _fetch(repo: str, revision: str | None, *patterns: str) -> Path:
     """The local copy of a repository's files. A process asks the hub once for the same files."""
     from huggingface_hub import snapshot_download
 
+    progress(f"download of {repo}")
     with _hub_errors(repo, revision):
         return Path(
             snapshot_download(
@@ -213,6 +215,7 @@ def _hub_errors(repo: str, revision: str | None, key: str = "PRETRAINED_MODEL (b
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
+        HFValidationError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
@@ -225,6 +228,8 @@ def _hub_errors(repo: str, revision: str | None, key: str = "PRETRAINED_MODEL (b
         why = f"is gated. Accept its licence at https://huggingface.co/{repo}, then run `hf auth login`"
     except RepositoryNotFoundError:
         why = "is not on the hub, or is private. Check the spelling; for a private one run `hf auth login`"
+    except HFValidationError:
+        why = f"is neither a directory here nor a hub id. Set {key} to one of them"
     except RevisionNotFoundError:
         why = f"has no revision {revision!r}. Set bundle.revision to one that exists"
     except (LocalEntryNotFoundError, HfHubHTTPError, ConnectionError, TransportError) as error:
@@ -233,6 +238,20 @@ def _hub_errors(repo: str, revision: str | None, key: str = "PRETRAINED_MODEL (b
             f"Connect, or set {key} to a local directory, or try the recipe with scale=toy"
         )
     raise NotFoundError(f"model {repo!r} {why}")
+
+
+@contextmanager
+def quiet_downloads() -> Iterator[None]:
+    """In this context, downloads show no bars, which a live display would print as a line for each refresh."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    shows_bars = not are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shows_bars:
+            enable_progress_bars()
 
 
 @contextmanager

@@ -21,7 +21,7 @@ matrix products and softmax.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from types import ModuleType
@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_leaves, tree_map
 
 from unirl.testing.emulated_streams import (
     ACTIVE,
@@ -157,7 +156,7 @@ class DeviceTensor(Tensor):
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one operation of PyTorch whose tensors or whose `device` are emulated."""
     devices = state()
-    leaves = tree_leaves((args, kwargs))
+    leaves = [*_leaves(args), *_leaves(kwargs)]
     inputs = [leaf for leaf in leaves if isinstance(leaf, DeviceTensor)]
     target = _target(func, args, kwargs, inputs)
     _check_devices(func, args, leaves, inputs)
@@ -167,10 +166,10 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             stream.wait_stream(current_stream(device))
     if not func.is_view:
         devices.started(stream, inputs)
-    host_kwargs = tree_map(_on_cpu, kwargs)
+    host_kwargs = _mapped(_on_cpu, kwargs)
     if "pin_memory" in kwargs:
         host_kwargs["pin_memory"] = None
-    host_args = tree_map(_on_cpu, args)
+    host_args = _mapped(_on_cpu, args)
     if devices.capturing is None:
         result = func(*host_args, **host_kwargs)
     else:
@@ -184,15 +183,35 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if tensor.shape != tensor.content.shape:  # `out=` was resized
             tensor.data = DeviceTensor(tensor.content, tensor.device)
     same = {id(tensor.content): tensor for tensor in inputs}
-    result = tree_map(
+    result = _mapped(
         lambda out: (same[id(out)] if id(out) in same else DeviceTensor(out, target)) if _is_tensor(out) else out,
         result,
     )
     if not func.is_view:
-        for out in tree_leaves(result):
+        for out in _leaves(result):
             if isinstance(out, DeviceTensor):
                 devices.written[out.storage_key] = stream, stream.done
     return return_and_correct_aliasing(func, args, kwargs, result) if inputs else result
+
+
+def _leaves(value: Any) -> list[Any]:
+    """The values in nested tuples, lists and dicts. PyTorch's `tree_leaves` takes far longer than most operations."""
+    if isinstance(value, tuple | list):
+        return [leaf for item in value for leaf in _leaves(item)]
+    if isinstance(value, dict):
+        return [leaf for item in value.values() for leaf in _leaves(item)]
+    return [value]
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Nested tuples, lists and dicts with `function` applied to each value in them."""
+    if isinstance(value, tuple):
+        return tuple([_mapped(function, item) for item in value])
+    if isinstance(value, list):
+        return [_mapped(function, item) for item in value]
+    if isinstance(value, dict):
+        return {key: _mapped(function, item) for key, item in value.items()}
+    return function(value)
 
 
 @cache
@@ -298,7 +317,7 @@ def _autocast(func: Any, *args: Any, **kwargs: Any) -> Any:
 
     key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
     with torch._C._ExcludeDispatchKeyGuard(key):
-        return func(*tree_map(cast, args), **tree_map(cast, kwargs))
+        return func(*_mapped(cast, args), **_mapped(cast, kwargs))
 
 
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:

@@ -55,7 +55,7 @@ def draw_overview(root: Path) -> Path | None:
         page = beside(samples, page)
     path = root / "overview.png"
     temporary = path.with_name(f".{path.name}.tmp")
-    page.save(temporary, format="PNG", optimize=True)
+    page.save(temporary, format="PNG")
     temporary.replace(path)
     return path
 

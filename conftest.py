@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
+from collections.abc import Generator
 
 import pytest
 
@@ -39,6 +41,8 @@ LONG = (
     "unirl-reward-service/tests/test_fire.py",
 )
 """The files that take longest in the fast tier."""
+LARGE_LIBRARY = 200
+"""Number of modules whose import makes another `gc.freeze` worth its time."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -72,10 +76,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: (group_of(item.nodeid) != "ray", file_of(item.nodeid) not in slow.union(LONG)))
 
 
+class LoadedLibraries:
+    """Exempts imported libraries from garbage collection, which would visit a million of their objects each time."""
+
+    def __init__(self) -> None:
+        self.num_modules = 0
+
+    def keep(self) -> None:
+        """Exempt every live object if many modules were imported since the last call that did so."""
+        if len(sys.modules) > self.num_modules + LARGE_LIBRARY:
+            gc.collect()
+            gc.freeze()
+            self.num_modules = len(sys.modules)
+
+
+LOADED = LoadedLibraries()
+
+
 def pytest_collection_finish() -> None:
-    """Libraries and tests stay: the collection of garbage that ends each run would look through them all again."""
-    gc.collect()
-    gc.freeze()
+    LOADED.keep()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Generator[None, None, None]:
+    """Exempts the libraries that a test imported, as it does when it builds a model."""
+    yield
+    LOADED.keep()
 
 
 def group_of(nodeid: str) -> str:

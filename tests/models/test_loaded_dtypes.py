@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.models.family_cases import CASES, FamilyCase, built
-from tests.models.test_families_ranks import own_rows
 from tests.sync_ends import placed
 from tests.train.ranks import run_ranks
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
+from unirl.distributed import current
 from unirl.distributed.group.pool import open_pool
 from unirl.distributed.weight_sync.endpoints import WeightSender
 from unirl.distributed.weight_sync.sync import EngineSync
@@ -27,6 +27,7 @@ from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import FSDPConfig, LoraConfig
 from unirl.train.stack import TrainStack
+from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
 
 each_family = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -134,16 +135,22 @@ def trained(case: FamilyCase, folder: str, lora: LoraConfig | None) -> dict[str,
     return {"metrics": metrics, "canaries": canaries, "latents": track.segment.latents, "weights": backend.gather()}
 
 
-FLOAT32_CASES = [case for case in CASES if case.name in ("wan21-i2v", "wan22", "wan22-ti2v")]
-TUNINGS: dict[str, LoraConfig | None] = {"lora": LORA, "full": None}
-RUNS = [(case.name, tuning) for case in FLOAT32_CASES for tuning in TUNINGS]
-RUNS += [("hunyuan_video15", "lora"), ("hunyuan_video15", "full"), ("lumina2", "lora")]
-"""Also networks of which diffusers' own forward is replaced by one that runs on whole batches."""
+def own_rows(track: RolloutTrack) -> RolloutTrack:
+    """The share of this rank."""
+    share = len(track.sample_ids) // current().dp_size
+    return track.slice(current().dp_rank * share, (current().dp_rank + 1) * share)
+
+
+FULLY_TRAINED = ("wan21-i2v", "wan22", "wan22-ti2v", "hunyuan_video15")
+"""Three that keep parameters in float32, and one whose forward of diffusers is replaced by one on whole batches.
+
+test_published_training.py trains adapters on every family.
+"""
 
 
 def all_trained(folder: str) -> dict[str, Any]:
     cases = {case.name: case for case in CASES}
-    return {f"{name}-{tuning}": trained(cases[name], f"{folder}/{name}", TUNINGS[tuning]) for name, tuning in RUNS}
+    return {name: trained(cases[name], f"{folder}/{name}", None) for name in FULLY_TRAINED}
 
 
 @pytest.fixture(scope="module")
@@ -151,28 +158,26 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The results of one process, of the first of two ranks and of the second."""
     folder = tmp_path_factory.mktemp("models")
     for case in CASES:
-        if case.name in dict(RUNS):
+        if case.name in FULLY_TRAINED:
             built(case).write_model({}, folder / case.name)
     [alone] = run_ranks(1, all_trained, str(folder), deadline_s=600.0)
     return [alone, *run_ranks(2, all_trained, str(folder), deadline_s=600.0)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "tuning"), RUNS)
-def test_two_ranks_train_as_one_and_their_replicas_prove_it(
-    results: list[dict[str, Any]], name: str, tuning: str
+@pytest.mark.parametrize("name", FULLY_TRAINED)
+def test_two_ranks_train_a_whole_network_as_one_and_their_replicas_prove_it(
+    results: list[dict[str, Any]], name: str
 ) -> None:
-    alone, first, second = (result[f"{name}-{tuning}"] for result in results)
+    alone, first, second = (result[name] for result in results)
     # One rank computes the norms of a fully trained network in float32, two ranks in bf16 unless its class keeps them.
-    same_norms = tuning == "lora" or name.startswith("wan")
+    same_norms = name.startswith("wan")
     assert np.array_equal(alone["latents"], first["latents"]) == same_norms
     mine, theirs, others = (result["metrics"][0] for result in (alone, first, second))
     assert theirs["grad_norm"] == pytest.approx(mine["grad_norm"], rel=1e-4 if same_norms else 1e-2)
     assert mine["grad_norm"] > 0
     assert theirs["loss"] + others["loss"] == pytest.approx(mine["loss"], abs=1e-6)
     largest = max(float(np.abs(tensor - first["weights"][key]).max()) for key, tensor in alone["weights"].items())
-    if tuning == "lora":  # all ranks and replicas compute with the same dtypes, so nothing differs
-        assert largest == 0.0 and alone["canaries"] == first["canaries"] == [0.0, 0.0, 0.0]
-    else:  # one rank computes its norms and tables with float32 masters, two ranks and replicas with bf16 copies
-        assert (largest < 2.5e-3 or not same_norms) and first["canaries"] == [0.0, 0.0, 0.0]
-        assert max(alone["canaries"]) < 0.05 and (alone["canaries"][0] == 0.0) == same_norms
+    # One rank computes its norms and tables with float32 masters, two ranks and replicas with bf16 copies.
+    assert (largest < 2.5e-3 or not same_norms) and first["canaries"] == [0.0, 0.0, 0.0]
+    assert max(alone["canaries"]) < 0.05 and (alone["canaries"][0] == 0.0) == same_norms

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.models.family_cases import CASES
 from tests.models.layouts import LANGUAGE_MODELS, LAYOUTS, PIPELINES, bundle_of, case_of, write_repository
 from tests.models.test_loaded_dtypes import LORA, trained
 from tests.models.texts import prompts_of_lengths, segment_of_lengths
@@ -77,6 +78,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [alone, *run_ranks(2, all_trained, str(folder))]
 
 
+def test_a_repository_of_every_family_is_trained() -> None:
+    assert sorted(case_of(hub_id).name for hub_id in ONE_PER_FAMILY) == sorted(case.name for case in CASES)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("hub_id", ONE_PER_FAMILY)
 def test_a_published_pipeline_trains_on_two_ranks_as_on_one_and_its_replicas_prove_it(
@@ -84,9 +89,9 @@ def test_a_published_pipeline_trains_on_two_ranks_as_on_one_and_its_replicas_pro
 ) -> None:
     alone, first, second = (result[hub_id] for result in results)
     assert np.array_equal(alone["latents"], first["latents"])
-    mine, theirs, others = (result["metrics"][0] for result in (alone, first, second))
-    assert theirs["grad_norm"] == pytest.approx(mine["grad_norm"], rel=1e-4) and mine["grad_norm"] > 0
-    assert theirs["loss"] + others["loss"] == pytest.approx(mine["loss"], abs=1e-6)
+    for mine, theirs, others in zip(*(result["metrics"] for result in (alone, first, second)), strict=True):
+        assert theirs["grad_norm"] == pytest.approx(mine["grad_norm"], rel=1e-4) and mine["grad_norm"] > 0
+        assert theirs["loss"] + others["loss"] == pytest.approx(mine["loss"], abs=1e-6)
     assert max(float(np.abs(tensor - first["weights"][key]).max()) for key, tensor in alone["weights"].items()) == 0.0
     assert alone["canaries"] == first["canaries"] == second["canaries"] == [0.0, 0.0, 0.0]
 

@@ -73,6 +73,10 @@ IN_LOW_PRECISION = [
 ]
 """Operations that autocast runs in 16 bits on CUDA and on CPUs."""
 
+SEQUENCES = (tuple, list)
+CONTAINERS = (tuple, list, dict)
+"""The types that the arguments and results of an operation may be nested in."""
+
 
 class Allocation:
     """One tensor's share in a storage of a device."""
@@ -196,22 +200,27 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _leaves(value: Any) -> list[Any]:
     """The values in nested tuples, lists and dicts. PyTorch's `tree_leaves` takes far longer than most operations."""
-    if isinstance(value, tuple | list):
-        return [leaf for item in value for leaf in _leaves(item)]
     if isinstance(value, dict):
-        return [leaf for item in value.values() for leaf in _leaves(item)]
-    return [value]
+        value = value.values()
+    elif not isinstance(value, SEQUENCES):
+        return [value]
+    leaves = []
+    for item in value:
+        if isinstance(item, CONTAINERS):
+            leaves += _leaves(item)
+        else:
+            leaves.append(item)
+    return leaves
 
 
 def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
     """Nested tuples, lists and dicts with `function` applied to each value in them."""
-    if isinstance(value, tuple):
-        return tuple([_mapped(function, item) for item in value])
-    if isinstance(value, list):
-        return [_mapped(function, item) for item in value]
     if isinstance(value, dict):
         return {key: _mapped(function, item) for key, item in value.items()}
-    return function(value)
+    if not isinstance(value, SEQUENCES):
+        return function(value)
+    items = [_mapped(function, item) if isinstance(item, CONTAINERS) else function(item) for item in value]
+    return items if isinstance(value, list) else tuple(items)
 
 
 @cache

@@ -37,7 +37,7 @@ class Case:
     model: str = "toy"
     lora: bool = True
     fsdp: dict[str, Any] = field(default_factory=dict)
-    steps: int = 3
+    steps: int = 2
     updates_per_batch: int = 1
 
     def bundle(self) -> DiffusionBundle:

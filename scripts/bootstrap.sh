@@ -16,10 +16,10 @@ say() { printf 'unirl set-up: %s\n' "$*" >&2; }
 fail() { printf 'error[%s]: %s\n' "$1" "$2" >&2; exit "${1%???}"; }
 
 ticker=""
-# Says every two seconds that `what` goes on, until stop_ticking, or until this script is gone. pip and uv are quiet.
+# Says every second that `what` goes on, until stop_ticking, or until this script is gone. pip and uv are quiet.
 tick() {
   local what="$1"
-  { while sleep 2 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do say "$what ($SECONDS s)"; done; } 9>&- &
+  { while sleep 1 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do say "$what ($SECONDS s)"; done; } 9>&- &
   ticker=$!
 }
 stop_ticking() {

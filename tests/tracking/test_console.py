@@ -20,6 +20,7 @@ from unirl.tracking.console import (
     is_live,
     sparkline,
     step_line,
+    width_without_terminal,
 )
 
 METRICS = {
@@ -94,6 +95,17 @@ def test_no_line_that_is_shown_in_a_step_is_wider_than_the_terminal(width, live)
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue()).replace("\r", "\n").splitlines()
     assert max(map(len, lines)) <= width and any("denoising step 12/20" in line for line in lines)
     assert all("eta" in line for line in lines if "step 60/60" in line)
+
+
+def test_a_file_gets_every_metric_of_a_step_unless_a_terminal_or_a_width_is_there(monkeypatch):
+    monkeypatch.setattr("unirl.tracking.console.os.isatty", lambda descriptor: False)
+    in_file, narrow = io.StringIO(), io.StringIO()
+    Console(60, in_file, {}).step(12, METRICS)
+    Console(60, narrow, {"COLUMNS": "80"}).step(12, METRICS)
+    assert "drop=0 mem=1.2G" in in_file.getvalue() and len(in_file.getvalue().splitlines()) == 1
+    assert len(narrow.getvalue()) <= 81
+    monkeypatch.setattr("unirl.tracking.console.os.isatty", lambda descriptor: True)
+    assert width_without_terminal({}) is None
 
 
 def test_progress_in_a_pipe_is_frequent_at_first_and_rare_in_a_long_run(monkeypatch):

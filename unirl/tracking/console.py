@@ -28,7 +28,7 @@ from rich.text import Text
 from unirl.tracking.streams import LosableStream
 
 MAX_COLUMNS = 240
-"""Columns of the log file."""
+"""Columns of the log file, and of an output that no terminal shows."""
 REFRESH_S = 0.5
 """Seconds between two looks at the progress of a run."""
 SILENCE_S = (1.0, 600.0)
@@ -217,6 +217,13 @@ class Pace:
         return (self.total - step) * sum(self.recent) / len(self.recent) if self.recent else None
 
 
+def width_without_terminal(environ: Mapping[str, str]) -> int | None:
+    """MAX_COLUMNS if no standard stream is a terminal and COLUMNS is not set, so that no metric is left out of a file.
+    Otherwise None: rich reads the width of the terminal, which `| tee FILE` still shows."""
+    has_terminal = any(os.isatty(descriptor) for descriptor in range(3))
+    return None if has_terminal or "COLUMNS" in environ else MAX_COLUMNS
+
+
 class Console:
     """Writes to a stream: a live display on a terminal, plain lines elsewhere (a file, CI, TERM=dumb).
 
@@ -236,7 +243,8 @@ class Console:
         colour = "NO_COLOR" not in environ and self.live_wanted
         self._rich = RichConsole(
             file=cast(TextIO, LosableStream(self.stream)), markup=False, highlight=False, emoji=False, soft_wrap=True,
-            force_terminal=self.live_wanted, no_color=not colour, _environ=environ,
+            force_terminal=self.live_wanted, no_color=not colour,
+            width=width_without_terminal(environ), _environ=environ,
         )  # fmt: skip
         self._substitutes = {} if _has_unicode(self.stream.encoding) else ASCII
         self._pace = Pace(total_steps)

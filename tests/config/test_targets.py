@@ -88,6 +88,25 @@ def test_the_standard_library_cannot_be_allowed(name):
     assert caught.value.code == 2030
 
 
+def test_a_plugin_that_is_not_there_is_refused_with_the_nearest_of_this_folder(tmp_path, monkeypatch):
+    (tmp_path / "my_reward.py").write_text("raise SystemExit('imported')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(DependencyError, match=r"plugins=\[my_rewrad\]: .* 'my_rewrad'\. Did you mean 'my_reward'\?"):
+        check_plugins(("my_rewrad",))
+    with pytest.raises(DependencyError, match=r"'absent_pack'\. Run from its folder"):
+        check_plugins(("absent_pack.rewards",))
+    check_plugins(("my_reward",))
+    assert "my_reward" not in sys.modules
+
+
+def test_a_class_that_a_plugin_lacks_gets_the_nearest_or_all_of_its_classes(tmp_path, monkeypatch):
+    (tmp_path / "two_scorers.py").write_text("from io import BytesIO\nclass Bright: ...\nclass Dark: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "Did you mean 'Bright'?" in str(refused("two_scorers.Brigt", ("two_scorers",)))
+    assert str(refused("two_scorers.Zebra", ("two_scorers",))).endswith("has no 'Zebra'. It has: Bright, Dark")
+
+
 def test_a_class_that_is_not_there_gets_the_nearest_name():
     error = refused("unirl.sde.kernels.FlowSDEStrategie")
     assert error.code == 2003

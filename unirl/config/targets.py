@@ -17,19 +17,28 @@ from types import ModuleType
 from unirl.config.errors import ConfigError, DependencyError, PluginError, UnsafeTargetError, did_you_mean
 from unirl.config.plugins import OWN_PACKAGE, explained, remember, summary
 
+FINDABLE = "Run from its folder, set PYTHONPATH, or install it"
+SHOWN_CLASSES = 8
+"""Classes of a module that a message lists."""
 _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
 
 
 def check_plugins(plugins: Sequence[str]) -> None:
-    """Refuses the standard library as a plugin, since its classes start processes and open files.
+    """Refuses packages that Python cannot find, and the standard library, whose classes start processes and open files.
+
+    Nothing is imported.
 
     Raises:
         ConfigError: 2030.
+        DependencyError: 3001 if there is no such package.
     """
     for name in plugins:
-        standard = name.partition(".")[0] in sys.stdlib_module_names
-        if standard or not all(part.isidentifier() for part in name.split(".")):
+        package = name.partition(".")[0]
+        if package in sys.stdlib_module_names or not all(part.isidentifier() for part in name.split(".")):
             raise UnsafeTargetError(f"plugins may not name '{name}': give the package of your own classes")
+        if package not in sys.modules and importlib.util.find_spec(package) is None:
+            hint = did_you_mean(package, (info.name for info in pkgutil.iter_modules(["."])))
+            raise DependencyError(f"plugins=[{name}]: Python cannot import '{package}'.{hint} {FINDABLE}")
 
 
 def find_target(dotted: object, path: str, plugins: Sequence[str] = ()) -> Callable[..., object]:
@@ -87,10 +96,7 @@ def _import(name: str, path: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if f"{name}.".startswith(f"{error.name}."):
-            raise DependencyError(
-                f"{path}._target_={name}: Python cannot import '{error.name}'. Run from its folder, set PYTHONPATH, or "
-                "install it"
-            ) from error
+            raise DependencyError(f"{path}._target_={name}: Python cannot import '{error.name}'. {FINDABLE}") from error
         raise DependencyError(f"{path}._target_={name}... needs '{error.name}': pip install {error.name}") from error
     except (Exception, SystemExit) as error:  # a plugin is foreign code, which may raise anything
         if _allowed(name, ()):
@@ -117,7 +123,13 @@ def _class_or_classmethod(
 
 
 def _no_such_name(module: ModuleType, name: str, dotted: str, path: str) -> str:
-    classes = [key for key, value in vars(module).items() if inspect.isclass(value) and _allowed(value.__module__, ())]
+    origins = (module.__name__.partition(".")[0],)
+    classes = [
+        key for key, value in vars(module).items() if inspect.isclass(value) and _allowed(value.__module__, origins)
+    ]
     submodules = [info.name for info in pkgutil.iter_modules(vars(module).get("__path__", []))]
     hint = did_you_mean(name, classes + submodules)
+    own = [cls for cls in classes if vars(module)[cls].__module__ == module.__name__]
+    if not hint and own:
+        hint = f" It has: {', '.join(own[:SHOWN_CLASSES])}{', ...' * (len(own) > SHOWN_CLASSES)}"
     return f"{path}._target_={dotted}: {module.__name__} has no '{name}'.{hint}"

@@ -1,6 +1,7 @@
 """`unirl reward`: scorers listed, tried on rows of one's own, and checked."""
 
 import json
+import shlex
 
 import numpy as np
 import pytest
@@ -8,6 +9,8 @@ import torch
 from PIL import Image
 
 from unirl.cli.main import main
+from unirl.config.load import load
+from unirl.config.schema import dotted_name
 from unirl.reward.base import RewardScorer, single
 from unirl.reward.local.image_statistics import BrightnessRewardScorer
 from unirl.reward.registry import scorers
@@ -61,6 +64,17 @@ def test_the_listing_has_every_scorer_and_its_columns(capsys):
     assert rows.keys() == scorers().keys() >= {"pickscore", "brightness", "shapes", "jpeg_compressibility"}
     assert set(rows["pickscore"]["reads"]) == {"prompts", "images"} and rows["pickscore"]["differentiable"]
     assert all(row["summary"] for row in rows.values())
+
+
+def test_a_run_accepts_the_setting_that_is_shown_for_a_scorer(capsys):
+    without_required_settings = sorted(scorers().keys() - {"length", "unified_reward", "wise", "geneval2"})
+    for name in without_required_settings:
+        assert main(["reward", "ls", name]) == 0
+        setting = capsys.readouterr().out.splitlines()[-1].partition("RECIPE ")[2]
+        config = load("diffusion/quickstart", shlex.split(setting)).config
+        assert config.reward.values["backend"].target == dotted_name(scorers()[name])
+    assert main(["reward", "ls", "brightnes"]) == 2
+    assert "Did you mean 'brightness'?" in capsys.readouterr().err
 
 
 def test_rows_of_the_command_line_are_scored(capsys, grays):

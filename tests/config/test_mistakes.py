@@ -38,6 +38,9 @@ def answer(*overrides, recipe=RECIPE):
         ("++backend.optimizer_cfg.learning_rat=1", "Did you mean 'backend.optimizer_cfg.learning_rate'?"),
         ("bundle=sd3", "error[2005]: bundle=sd3 would replace the block 'bundle'"),
         ("bundle=sd3", "bundle.path=sd3"),
+        ("reward=jpeg_compressibility", "`unirl reward ls NAME` prints it"),
+        ("reward.backend=jpeg_compressibility", "`unirl reward ls NAME` prints it"),
+        ("algorithm=grpo", "algorithm.<key>=..., or replace the block: algorithm='{_target_: package.Class}'"),
         (
             "backend.optimizer_cfg.learning_rate=abc",
             "error[2004]: backend.optimizer_cfg.learning_rate must be a number",

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,13 +23,14 @@ from unirl.config.failures import Session
 from unirl.config.schema import dotted_name
 from unirl.reward.base import RewardScorer
 from unirl.reward.client.connection import Connection, ConnectionConfig
-from unirl.reward.registry import make_scorer, scorers
+from unirl.reward.registry import make_scorer, scorer_class, scorers
 from unirl.reward.remote import RemoteRewardBackend, RemoteRewardSpec
 from unirl.reward.scoring import checked_score
 from unirl.reward.service import RewardService
 from unirl.types.reward import RewardRequest
 
-EXAMPLES = ("unirl reward ls", 'unirl reward score -r pickscore --image cat.png --prompt "a cat"',
+EXAMPLES = ("unirl reward ls", "unirl reward ls jpeg_compressibility",
+            'unirl reward score -r pickscore --image cat.png --prompt "a cat"',
             "unirl reward lint -r jpeg_compressibility",
             "unirl reward serve -c rewards.yaml", "unirl reward ping http://127.0.0.1:8000")  # fmt: skip
 
@@ -39,28 +41,39 @@ def run(argv: list[str], session: Session) -> int:
 
 
 def list_all(argv: Sequence[str]) -> int:
-    parser = Parser("reward ls", "List the scorers of unirl and the columns that each one reads.", EXAMPLES)
+    parser = Parser("reward ls", "List the scorers of unirl, or show how a run uses one of them.", EXAMPLES)
+    parser.add_argument("name", nargs="?", metavar="NAME", help="one scorer: its class, and the columns that it reads")
     parser.option("--json", action="store_true", help="as JSON")
     options = parser.parse(argv)
-    rows = [
-        {
-            "name": name,
-            "target": dotted_name(scorer),
-            "summary": (inspect.getdoc(scorer) or "").split("\n")[0],
-            "reads": list(_columns(scorer)),
-            "modalities": list(scorer.capabilities.modalities),
-            "differentiable": scorer.capabilities.differentiable,
-        }
-        for name, scorer in sorted(scorers().items())
-    ]
+    names = sorted(scorers()) if options.name is None else [options.name]
+    rows = [_described(name) for name in names]
     if options.json:
         print(json.dumps(rows, indent=1))
         return 0
-    width = max(len(str(row["name"])) for row in rows)
+    width = max(map(len, names))
     for row in rows:
         gradient = "  (has a gradient)" if row["differentiable"] else ""
         print(f"{row['name']:<{width}}  {row['summary']}{gradient}")
+    if options.name is None:
+        print("\nunirl reward ls NAME shows how a run uses one.")
+    else:
+        print(f"  reads     {', '.join(rows[0]['reads']) or 'the columns that its settings need'}")
+        print(f"  settings  docs/settings.md, {rows[0]['target'].rpartition('.')[2]}")
+        print(f"  in a run  unirl train RECIPE reward.backend='{{_target_: {rows[0]['target']}}}'")
     return 0
+
+
+def _described(name: str) -> dict[str, Any]:
+    """A row of the list: JSON values about the scorer with this name."""
+    scorer = scorer_class(name)
+    return {
+        "name": name,
+        "target": dotted_name(scorer),
+        "summary": (inspect.getdoc(scorer) or "").split("\n")[0],
+        "reads": list(_columns(scorer)),
+        "modalities": list(scorer.capabilities.modalities),
+        "differentiable": scorer.capabilities.differentiable,
+    }
 
 
 def _columns(scorer: type[RewardScorer]) -> tuple[str, ...]:

@@ -92,7 +92,7 @@ def _make(value: object, wired: Mapping[str, object]) -> object:
 def _read_node(value: object, expected: object, context: ReadContext) -> Node:
     if not isinstance(value, dict):
         raise context.error(
-            f"{context.path} is a block of keys, got {show(value)}", BlockValueError, _keys_of(value, expected, context)
+            f"{context.path} is a block of keys, got {show(value)}", BlockValueError, _keys_of(expected, context)
         )
     schema = _schema(value, expected, context)
     for name in value:
@@ -241,11 +241,11 @@ def _known(schema: Schema, context: ReadContext) -> str:
     return f"Keys of {context.path} ({schema.owner.__name__}): {keys}" if context.path else f"Keys of a recipe: {keys}"
 
 
-def _keys_of(value: object, expected: object, context: ReadContext) -> str:
+def _keys_of(expected: object, context: ReadContext) -> str:
     """The way out for a single value in place of a block."""
     known = is_config(expected) and expected is not Node
     keys = f" Its keys: {', '.join(schema_of(expected).keys)}." if known else ""
-    return f"{keys} Set one of them: {context.path}.<key>={show(value)}"
+    return f"{keys} Set one of them: {context.path}.<key>=..."
 
 
 # The classes of a recipe that is not checked yet

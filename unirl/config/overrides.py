@@ -89,11 +89,19 @@ def _check_settable(path: str, value: object, current: Tree) -> None:
     node = get(current, path)
     if isinstance(node, dict) and node and not isinstance(value, dict) and value is not None:
         keys = [key for key in node if key != "_target_"] or ["_target_"]
-        first = "path" if "path" in keys else keys[0]
         raise BlockValueError(
             f"{path}={value} would replace the block '{path}' (keys {', '.join(keys)}) with a single value. "
-            f"Set one of its keys: {path}.{first}={value}"
+            f"{_way_to_set(path, value, keys)}"
         )
+
+
+def _way_to_set(path: str, value: object, keys: Sequence[str]) -> str:
+    """The way out for a single value in place of a block."""
+    if path.partition(".")[0] == "reward":
+        return "Another reward is a class: reward.backend='{_target_: ...}'. `unirl reward ls NAME` prints it"
+    if "path" in keys:
+        return f"Set one of its keys: {path}.path={value}"
+    return f"Set one of its keys, {path}.<key>=..., or replace the block: {path}='{{_target_: package.Class}}'"
 
 
 def _all_paths(tree: Tree, path: str = "") -> Iterator[str]:

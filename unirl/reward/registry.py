@@ -57,8 +57,15 @@ def make_scorer(
 
 
 def _find(name: str, plugins: Sequence[str]) -> Callable[..., object]:
-    if "." in name:
-        return find_target(name, "scorer", tuple(plugins))
+    return find_target(name, "scorer", tuple(plugins)) if "." in name else scorer_class(name)
+
+
+def scorer_class(name: str) -> type[RewardScorer]:
+    """Returns the class of the local scorer `name`.
+
+    Raises:
+        ConfigError: there is no such scorer; the message lists what exists.
+    """
     known = scorers()
     if name not in known:
         raise ConfigError(

@@ -6,6 +6,7 @@ import shlex
 import shutil
 
 import pytest
+from PIL import Image
 
 from scripts import first_gpu_page as gpu_page
 from tests.processes import run_python
@@ -49,6 +50,26 @@ def test_the_commands_of_the_readme_run(folder, title: str) -> None:
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 1
     if title == "Your own reward":
         assert "reward/darkness_mean" in json.loads((run / "metrics.jsonl").read_text())
+
+
+def test_plain_diffusers_loads_the_adapter_of_the_quick_start(tmp_path) -> None:
+    folder = ROOT / "unirl" / "models" / "sd3" / "quickstart"
+    code = (folder / "README.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    train = ["train", "diffusion/quickstart", *SMALL, "run.dir=run"]
+    for command in (train, ["export", "run", "--format", "diffusers-lora", "--format", "full"]):
+        status, output = run_python(["-m", "unirl.cli", *command], tmp_path)
+        assert status == 0, output
+    code = code.replace("unirl/models/sd3/quickstart", str(folder))
+    code = code.replace("runs/unirl/first/export/checkpoint-000044", "run/export/checkpoint-000001")
+    (tmp_path / "plain.py").write_text(code)
+    status, output = run_python(["plain.py"], tmp_path)
+    assert status == 0, output
+    with Image.open(tmp_path / "circle.png") as image:
+        assert image.size == (24, 24)
+    full = tmp_path / "run" / "export" / "checkpoint-000001" / "full"
+    (full / "use.py").write_text((full / "README.md").read_text().split("```python\n")[1].split("```")[0])
+    status, output = run_python(["use.py"], full)
+    assert status == 0, output
 
 
 def test_the_readme_is_in_the_order_of_a_new_user() -> None:

@@ -43,7 +43,7 @@ best = max(result.samples, key=lambda sample: sample["reward"])
 print(best["prompt"], best["reward"], best["file"])
 
 # %% [markdown]
-# The trained adapter, written for diffusers and peft and compared there with our own sampler.
+# The trained adapter, written for diffusers and peft, loaded there and compared with our own sampler.
 
 # %%
 for file in run.export():

@@ -1,9 +1,10 @@
-"""`unirl export RUN`: trained weights as files that other libraries load, compared there with our sampler."""
+"""`unirl export RUN`: trained weights as files that other libraries load, each compared with our sampler."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from unirl.cli.arguments import Parser
+from unirl.cli.start import shown_start
 from unirl.config.errors import ArgumentError
 from unirl.config.failures import Session
 from unirl.train.backend.checkpoint import OPTIMIZER
@@ -22,7 +23,9 @@ TEXTS = ("a red circle", "a blue square")
 
 
 def run(argv: list[str], session: Session) -> int:
-    parser = Parser("export", "Write a checkpoint's weights for other libraries, and verify the file there.", EXAMPLES)
+    parser = Parser(
+        "export", "Write weights for other libraries, load them there and compare with our sampler.", EXAMPLES
+    )
     parser.add_argument("run", metavar="RUN", help="a run directory (its newest checkpoint), or a checkpoint")
     parser.option("--format", choices=EXPORTS, action="append", help="default: the adapters' formats, or full")
     parser.option("--weights", default="live", metavar="NAME", help="live (default), or a snapshot such as ema")
@@ -34,12 +37,13 @@ def run(argv: list[str], session: Session) -> int:
         raise ArgumentError("unirl export: --public needs --push-to-hub OWNER/NAME, the repository that it is for")
     if options.push_to_hub is not None:
         check_repo(options.push_to_hub)
-    files = exported(options.run, options.format, options.weights, options.out)
+    with shown_start(Session(), "exporting"):
+        files = exported(options.run, options.format, options.weights, options.out)
     for line in lines_of(files):
         print(line)
     if options.push_to_hub is not None:
         folder = folder_of(files[0])
-        print(f"pushed         {folder} to {push(folder, options.push_to_hub, private=not options.public)}")
+        print(f"pushed           {folder} to {push(folder, options.push_to_hub, private=not options.public)}")
     return 0
 
 
@@ -64,7 +68,7 @@ def folder_of(file: ExportedFile) -> Path:
 def lines_of(files: Sequence[ExportedFile]) -> list[str]:
     """A line for each exported format."""
     return [
-        f"{file.format:<15}{file.path}"
-        + ("" if file.difference is None else f"   (compared there: max difference {file.difference:.1e})")
+        f"{file.format:<15}  {file.path}"
+        + ("" if file.difference is None else f"   (loaded again and compared: max difference {file.difference:.1e})")
         for file in files
     ]

@@ -12,6 +12,8 @@ from unirl.models.loading.hub import HUB_ID, MODEL_INDEX
 from unirl.trainer.run_folder import SavedRun
 
 CARD = "README.md"
+OPTIONAL = ("feature_extractor", "image_encoder")
+"""Components that diffusers' pipelines do without."""
 
 
 def write_card(folder: Path, saved: SavedRun, format: str, difference: float | None, weights: str = "live") -> Path:
@@ -71,26 +73,52 @@ def _class_of(folder: Path) -> str:
     return str(classes[0]) if classes else "AutoModel"
 
 
+def _is_built_in(path: str | None) -> bool:
+    """True for a model of UniRL's own, such as `toy`, which no other library can load by its name."""
+    return path is not None and "/" not in path and not Path(path).exists()
+
+
 def _use(folder: Path, library: str, format: str, base: str | None) -> Iterator[str]:
     yield "## Use"
     yield ""
+    if format != "full" and _is_built_in(base):
+        yield f"The base model `{base}` is built into UniRL and is not on the hub. For a model that needs no base"
+        yield "model, export the run with `unirl export RUN --format full`."
+        yield ""
+        return
     yield "```python"
     if format == "diffusers-lora":
         yield "from diffusers import DiffusionPipeline"
         yield ""
-        yield f"pipe = DiffusionPipeline.from_pretrained({base!r})"
+        yield f"pipe = DiffusionPipeline.from_pretrained({_public_name(base)!r})"
         yield 'pipe.load_lora_weights(".")  # this folder, or its id on the hub'
     elif format == "peft":
         yield "from peft import PeftModel"
         yield ""
-        yield f'model = PeftModel.from_pretrained(base, ".")  # base: the trained network of {base!r}'
+        yield f'model = PeftModel.from_pretrained(base, ".")  # base: the trained network of {_public_name(base)!r}'
     else:
         kind = "DiffusionPipeline" if library == "diffusers" else _class_of(folder)
         yield f"from {library} import {kind}"
         yield ""
-        yield f'model = {kind}.from_pretrained(".")  # this folder, or its id on the hub'
+        yield from _load_full(folder, kind)
     yield "```"
     yield ""
+
+
+def _load_full(folder: Path, kind: str) -> Iterator[str]:
+    """The lines that load a whole model. diffusers needs an explicit None for a component that the model lacks."""
+    absent = _absent_components(folder)
+    if absent:
+        yield f"absent = dict.fromkeys({absent})  # the model has none of these"
+    yield f'model = {kind}.from_pretrained("."{", **absent" if absent else ""})  # this folder, or its id on the hub'
+
+
+def _absent_components(folder: Path) -> list[str]:
+    """The networks and tokenizers that the pipeline's class has and this model lacks."""
+    if not (folder / MODEL_INDEX).is_file():
+        return []
+    index = json.loads((folder / MODEL_INDEX).read_text(encoding="utf-8"))
+    return [name for name, value in index.items() if value == [None, None] and name not in OPTIONAL]
 
 
 def _limits(difference: float | None) -> Iterator[str]:

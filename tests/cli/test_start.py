@@ -6,6 +6,7 @@ import sys
 import threading
 
 from unirl.cli import start
+from unirl.cli.main import main
 from unirl.config.failures import Session
 
 
@@ -53,3 +54,11 @@ def test_a_pipe_gets_lines_with_what_is_imported(monkeypatch, tmp_path):
 def test_a_terminal_gets_one_line_that_is_gone_before_the_banner(monkeypatch, tmp_path):
     text = shown(monkeypatch, tmp_path, is_terminal=True)
     assert "import of a_slow_library" in text and "\n" not in text and text.endswith(start.ERASE)
+
+
+def test_commands_that_load_a_model_show_what_they_do(monkeypatch, capsys):
+    monkeypatch.setattr(start, "PERIOD_S", 0.001)
+    assert main(["doctor"]) in (0, 3)
+    assert main(["fit", "diffusion/sd3_trainside", "scale=toy"]) == 0
+    shown = capsys.readouterr().err
+    assert "unirl: checking: " in shown and "unirl: fitting: " in shown

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from unirl.cli.arguments import parse_recipe, recipe_parser
 from unirl.cli.env import installed, memory_gib
+from unirl.cli.start import shown_start
 from unirl.config.dependencies import check_ray_address
 from unirl.config.errors import NotFoundError, UniRLError, report
 from unirl.config.failures import Session
@@ -38,10 +39,11 @@ def run(argv: list[str], session: Session) -> int:
     parser.usage = "unirl doctor [RECIPE [key=value ...]] [options]"
     parser.option("--json", action="store_true", help="as JSON")
     arguments = parse_recipe(parser, argv, default="")
-    checks = CHECKS | _device_checks()
-    if arguments.recipe:
-        checks |= _recipe_checks(arguments.recipe, arguments.overrides)
-    results = [_result(name, check) for name, check in checks.items()]
+    with shown_start(Session(), "checking"):
+        checks = CHECKS | _device_checks()
+        if arguments.recipe:
+            checks |= _recipe_checks(arguments.recipe, arguments.overrides)
+        results = [_result(name, check) for name, check in checks.items()]
     if arguments.options.json:
         print(json.dumps([{"check": name, "ok": ok, "detail": detail} for name, ok, detail in results], indent=1))
     for name, ok, detail in [] if arguments.options.json else results:

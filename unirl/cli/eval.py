@@ -3,6 +3,7 @@
 import json
 
 from unirl.cli.arguments import Parser, output_folder, split_settings
+from unirl.cli.start import shown_start
 from unirl.config.failures import Session
 from unirl.tracking.console import evaluation
 from unirl.trainer.assemble import build_trainer
@@ -29,7 +30,10 @@ def run(argv: list[str], session: Session) -> int:
     block = {"weights": options.weights} | ({"data_path": options.prompts} if options.prompts else {})
     saved = saved_run(options.run, overrides, {"evaluation": block}, from_start=options.baseline)
     check_weights(saved, options.weights)
-    with build_trainer(saved.recipe, session, tracker=quiet_tracker(saved, out, session.argv)) as trainer:
+    with (
+        shown_start(Session(), "evaluating"),
+        build_trainer(saved.recipe, session, tracker=quiet_tracker(saved, out, session.argv)) as trainer,
+    ):
         before = trainer.evaluate().metrics() if options.baseline else None
         trainer.state.load(saved.checkpoint)
         result = trainer.evaluate()

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from unirl.cli.arguments import parse_recipe, recipe_parser
 from unirl.cli.check import checked
 from unirl.cli.plan import NOT_MEASURED
+from unirl.cli.start import shown_start
 from unirl.config.errors import ConfigError, InvalidValueError, ResourceError
 from unirl.config.failures import Session
 from unirl.config.load import Recipe
@@ -59,7 +60,8 @@ def run(argv: list[str], session: Session) -> int:
     if options.memory is not None and not 0 < options.memory < math.inf:
         raise InvalidValueError(f"--memory {options.memory:g}: give the GiB of a device, more than 0")
     memory = device.memory_gib if options.memory is None else options.memory
-    report = report_of(arguments.recipe, words, device, memory)
+    with shown_start(Session(), "fitting"):
+        report = report_of(arguments.recipe, words, device, memory)
     print(json.dumps(report.facts(), indent=1) if options.json else report.text(about_device))
     return 0 if report.fit.best is not None else ResourceError.exit_status
 

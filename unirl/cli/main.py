@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 
 import unirl
-from unirl.cli.start import SLOW, shown_start
+from unirl.cli.start import IMPORTS, SLOW, shown_start
 from unirl.config.errors import ArgumentError, UsageError, did_you_mean
 from unirl.config.failures import Session, failure_of
 from unirl.config.plugins import forget
@@ -128,6 +128,9 @@ def _dispatch(argv: list[str], session: Session) -> int:
         raise UsageError(
             f"unknown command '{command}'.{did_you_mean(command, COMMANDS)} Commands: {', '.join(COMMANDS)}"
         )
+    if command in IMPORTS:
+        with shown_start(Session()):
+            import_module(f"unirl.cli.{command}")
     if command not in SLOW:
         return run_module(command, rest, session)
     with shown_start(session):

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from unirl.cli.arguments import Parser, run_verb
+from unirl.cli.start import shown_start
 from unirl.config.errors import NotFoundError
 from unirl.config.failures import Session
 from unirl.models.loading import hub
@@ -29,10 +30,11 @@ def check(argv: Sequence[str]) -> int:
     if not root.is_dir():
         hint = f"`unirl models pull {options.directory}` fetches it" if hub.HUB_ID.fullmatch(options.directory) else ""
         raise NotFoundError(f"{root}: there is no such directory. {hint or 'Give the folder of a model'}")
-    from unirl.models.loading.completeness import listed_names
-    from unirl.models.loading.inspection import inspect_model
+    with shown_start(Session(), "checking"):
+        from unirl.models.loading.completeness import listed_names
+        from unirl.models.loading.inspection import inspect_model
 
-    reports = inspect_model(root, options.values)
+        reports = inspect_model(root, options.values)
     if options.json:
         print(json.dumps([asdict(report) for report in reports], indent=1))
     for report in [] if options.json else reports:

@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from unirl.cli.arguments import Parser, output_folder, split_settings
+from unirl.cli.start import shown_start
 from unirl.config.errors import ArgumentError, InvalidValueError
 from unirl.config.failures import Session
 from unirl.data.data_source import by_size
@@ -47,6 +48,7 @@ def run(argv: list[str], session: Session) -> int:
     check_folder(out)
     # What a tracker writes would be empty: the manifest says how the samples were drawn.
     with (
+        shown_start(Session(), "sampling"),
         TemporaryDirectory() as unused,
         build_trainer(saved.recipe, session, tracker=quiet_tracker(saved, Path(unused), session.argv)) as trainer,
     ):

@@ -115,3 +115,19 @@ def test_a_hub_that_does_not_answer_leaves_the_download_unknown(capsys, monkeypa
 def test_an_invalid_recipe_has_one_line(capsys):
     rows = said(capsys, RECIPE, "batch_size=0", status=3)
     assert list(rows) == [f"recipe {RECIPE}"] and "batch_size" in rows[f"recipe {RECIPE}"][1]
+
+
+def test_the_packages_of_a_reward_are_looked_for_by_the_doctor_and_before_a_run_makes_a_folder(
+    capsys, monkeypatch, tmp_path
+):
+    monkeypatch.setattr("unirl.config.dependencies.find_spec", lambda name: None)
+    ok, detail = said(capsys, "diffusion/quickstart_ocr", status=3)["reward"]
+    assert not ok and "reward 'ocr' needs rapidocr" in detail and "unirl[ocr]" in detail
+    assert main(["train", "diffusion/quickstart_ocr", f"run.dir={tmp_path / 'run'}"]) == 3
+    assert "reward 'ocr' needs rapidocr" in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_what_cannot_be_told_is_not_called_ok(capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "_download", lambda config: f"{doctor.UNKNOWN}: the hub cannot be reached")
+    assert main(["doctor", "diffusion/quickstart"]) == 0
+    assert "NOTE  download: not known: the hub" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""`unirl doctor`: one OK or FAIL line per requirement of a run."""
+"""`unirl doctor`: one line per requirement of a run: OK, FAIL, or NOTE if it cannot tell."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 EXAMPLES = ("unirl doctor", "unirl doctor diffusion/sd3_trainside num_devices=8", "unirl doctor --json")
 OLDEST_RAY = (2, 54)
+UNKNOWN = "not known"
+"""How the detail of a check begins that found no problem and proved nothing."""
 
 
 class Unfit(Exception):
@@ -47,7 +49,7 @@ def run(argv: list[str], session: Session) -> int:
     if arguments.options.json:
         print(json.dumps([{"check": name, "ok": ok, "detail": detail} for name, ok, detail in results], indent=1))
     for name, ok, detail in [] if arguments.options.json else results:
-        print(f"{'OK  ' if ok else 'FAIL'}  {name}: {detail}")
+        print(f"{'FAIL' if not ok else 'NOTE' if detail.startswith(UNKNOWN) else 'OK  '}  {name}: {detail}")
     return 0 if all(ok for _, ok, _ in results) else 3
 
 
@@ -187,7 +189,7 @@ def _gpus() -> str:
 
 
 def _recipe_checks(name: str, overrides: Sequence[str]) -> dict[str, Callable[[], str]]:
-    """Lines for a recipe. The last two are left out if it is not valid."""
+    """Lines for a recipe. The others are left out if it is not valid."""
     from unirl.cli.check import checked
 
     try:
@@ -201,9 +203,18 @@ def _recipe_checks(name: str, overrides: Sequence[str]) -> dict[str, Callable[[]
         return {f"recipe {name}": invalid}
     return {
         f"recipe {name}": lambda: "valid",
+        "reward": partial(_reward, config),
         "room": partial(_room, config),
         "download": partial(_download, config),
     }
+
+
+def _reward(config: RecipeConfig) -> str:
+    """Asks the scorers whether their packages and servers are there."""
+    from unirl.trainer.assemble import check_reward
+
+    check_reward(config)
+    return "no package or server that it needs is missing"
 
 
 def _room(config: RecipeConfig) -> str:
@@ -220,7 +231,7 @@ def _room(config: RecipeConfig) -> str:
     has_gpu = num_accelerators() and not is_elsewhere(config)
     peak = peak_of(sizes, memory_gib=largest_device().memory_gib if has_gpu else None)
     if peak is None:
-        return "not known: the plan has no sizes for this model"
+        return f"{UNKNOWN}: the plan has no sizes for this model"
     needs = f"the plan's peak is {peak.gib:.1f} GiB on a device (at {peak.at}, estimated)"
     if is_elsewhere(config):
         return f"{needs}; the devices are those of the cluster at RAY_ADDRESS"
@@ -245,7 +256,7 @@ def _download(config: RecipeConfig) -> str:
     try:
         sizes = hub.files_to_fetch(path, config.model_revision)
     except NotFoundError as error:
-        return f"not known: {error}"
+        return f"{UNKNOWN}: {error}"
     cached = {
         name for name in sizes if isinstance(try_to_load_from_cache(path, name, revision=config.model_revision), str)
     }

@@ -78,9 +78,9 @@ class RewardScorer(ABC):
             scorer.check_prompt(prompt, metadata)
 
     def check_start(self) -> None:
-        """Raises RewardError or ConfigError, with the way out, when a server that the scorer needs cannot score.
+        """Raises an error with the way out when a server or a package that the scorer needs is not there.
 
-        A run calls it before it loads a model.
+        A run calls it before it makes a folder or loads a model, and so does `unirl doctor RECIPE`.
         """
         for scorer in self.parts:
             scorer.check_start()

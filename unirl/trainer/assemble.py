@@ -366,14 +366,16 @@ def trained_components(config: RecipeConfig) -> tuple[str, ...] | None:
 
 
 def check_reward(config: RecipeConfig) -> None:
-    """Check that the services that a scorer asks are there. Raises RewardError or ConfigError.
+    """Check that the packages and services that a scorer needs are there.
+
+    Raises DependencyError, RewardError or ConfigError.
 
     On several nodes only the reward's own process can tell. It is asked when it runs (`check_prompts`).
     """
     if config.devices_per_node not in (None, config.num_devices):
         return
     backend = config.reward_backend
-    if backend is not None and any(_needs_server(node.schema.owner) for node in nodes_below(backend)):
+    if backend is not None and any(_checks_start(node.schema.owner) for node in nodes_below(backend)):
         build(backend).check_start()
 
 
@@ -398,7 +400,7 @@ def models_named_by(root: Node) -> dict[str, str]:
     return models
 
 
-def _needs_server(cls: type) -> bool:
+def _checks_start(cls: type) -> bool:
     """Returns True for a scorer with a check of its own at the start of a run."""
     return issubclass(cls, RewardScorer) and cls.check_start is not RewardScorer.check_start
 

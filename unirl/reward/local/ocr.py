@@ -95,9 +95,13 @@ class OCRRewardScorer(RewardScorer):
     reads_levels = True
 
     def __init__(self, *, config: OCRSpec = OCRSpec()) -> None:
-        need(config.engine, "rapidfuzz", extra=EXTRAS[config.engine], by="reward 'ocr'")
         self.config = config
         self.reads = ("images", "metadata" if config.target_key else "prompts")
+        self.check_start()
+
+    def check_start(self) -> None:
+        """Raises DependencyError if the engine is not installed: for a run, before it makes a folder."""
+        need(self.config.engine, "rapidfuzz", extra=EXTRAS[self.config.engine], by="reward 'ocr'")
 
     @cached_property
     def read(self) -> Reader:

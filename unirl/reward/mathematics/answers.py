@@ -136,10 +136,14 @@ class MathScorer(AnswerScorer):
     def __init__(self, *, config: MathSpec = MathSpec()) -> None:
         super().__init__(config=config)
         self.names, self.threads = (self.name, f"{self.name}_undecided"), config.num_workers
-        need("math_verify", extra="math", by=f"reward {self.name!r}")
+        self.check_start()
         self._idle: SimpleQueue[MathChecker] = SimpleQueue()
         for _ in range(config.num_workers):
             self._idle.put(MathChecker(config.timeout_s))
+
+    def check_start(self) -> None:
+        """Raises DependencyError if math-verify is not installed: for a run, before it makes a folder."""
+        need("math_verify", extra="math", by=f"reward {self.name!r}")
 
     @abstractmethod
     def answer_in(self, text: str) -> str:

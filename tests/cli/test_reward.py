@@ -26,6 +26,12 @@ class Crooked(BrightnessRewardScorer):
         return super().objective(images * 2 - images.detach(), prompts)
 
 
+class Misread(BrightnessRewardScorer):
+    """It reads a column that no request has."""
+
+    reads = ("image",)
+
+
 class Shifted(BrightnessRewardScorer):
     """Its objective is another number than its score."""
 
@@ -120,6 +126,11 @@ def test_lint_draws_signs_that_ocr_tells_apart(capsys):
 def test_lint_catches_a_scorer_that_breaks_its_contract(capsys):
     assert main(["reward", "lint", "-r", f"{__name__}.Relative", "--plugins", "tests"]) == 6
     assert "a score depends on" in capsys.readouterr().err
+
+
+def test_lint_names_a_column_that_does_not_exist_as_a_run_does(capsys):
+    assert main(["reward", "lint", "-r", f"{__name__}.Misread", "--plugins", "tests"]) == 2
+    assert "reads 'image', which is not a column of a reward request. Did you mean 'images'?" in capsys.readouterr().err
 
 
 def test_lint_names_the_rows_that_it_needs(capsys, grays):

@@ -240,7 +240,10 @@ def _room(config: RecipeConfig) -> str:
     count = 1 if config.runtime_in_use == "local" else config.devices_per_node or config.num_devices
     processes = f"{count} process{'es' * (count > 1)} on the CPU, with {memory_gib():.1f} GiB in all"
     if peak.gib * count > memory_gib():
-        raise Unfit(f"{needs}, and this machine has no GPU: {processes}. Use GPUs, or scale=toy")
+        raise Unfit(
+            f"{needs}, with micro-batches of the smallest size, and this machine has no GPU: {processes}. Use GPUs "
+            "(`unirl fit` has the figures for each), or scale=toy"
+        )
     return f"{needs}, in {processes}"
 
 

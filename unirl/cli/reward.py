@@ -227,7 +227,9 @@ def _rows_parser(command: str, summary: str) -> Parser:
 
 def _scorer(options: Namespace) -> RewardScorer:
     plugins = [name for name in options.plugins.split(",") if name]
-    return make_scorer(options.reward, settings_of(options.set), toy=options.toy, plugins=plugins)
+    scorer = make_scorer(options.reward, settings_of(options.set), toy=options.toy, plugins=plugins)
+    RewardService(backend=scorer)  # as a run does: it refuses names of columns that do not exist
+    return scorer
 
 
 def settings_of(words: Sequence[str]) -> dict[str, object]:
@@ -325,7 +327,7 @@ def drawn_rows(reads: Sequence[str], name: str, side: int = 96) -> RewardRequest
         images.append(image)
     prompts = [f'a {color} sign with the word "{word}"' for word, color in zip(PROMPT_WORDS, COLORS, strict=True)]
     return RewardRequest(
-        sample_ids=list(WORDS),
+        sample_ids=[f"generated row {row}" for row in range(len(WORDS))],
         prompts=prompts if "prompts" in reads else None,
         images=_pixels(images) if "images" in reads else None,
     )

@@ -35,11 +35,13 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("user")
     (folder / "my_reward.py").write_text(block("Your own reward", "python"))
     (folder / "mine.jsonl").write_text(block("Your own data", "json"))
+    (folder / "my_loss.py").write_text(block("Your own loss and recipe", "python"))
+    (folder / "mine.yaml").write_text(block("Your own loss and recipe", "yaml"))
     shutil.copytree(ROOT / "unirl" / "models" / "sd3" / "quickstart", folder / "my-model")
     return folder
 
 
-@pytest.mark.parametrize("title", ["Your own reward", "Your own data", "Your own model"])
+@pytest.mark.parametrize("title", ["Your own reward", "Your own data", "Your own model", "Your own loss and recipe"])
 def test_the_commands_of_the_readme_run(folder, title: str) -> None:
     check, train = [shlex.split(line, comments=True)[1:] for line in block(title, "bash").splitlines()]
     status, output = run_python(["-m", "unirl.cli", *check], folder)
@@ -75,7 +77,8 @@ def test_plain_diffusers_loads_the_adapter_of_the_quick_start(tmp_path) -> None:
 def test_the_readme_is_in_the_order_of_a_new_user() -> None:
     titles = re.findall(r"^## (.+)$", README, re.MULTILINE)
     first = ["Two commands", "What you just saw", "First GPU run"]
-    assert titles[:6] == [*first, "Your own reward", "Your own data", "Your own model"]
+    own = ["Your own reward", "Your own data", "Your own model", "Your own loss and recipe"]
+    assert titles[:7] == [*first, *own]
     assert titles.index("Status") < titles.index("What runs")
     assert README.index("quickstart.png") < README.index("## What you just saw")
 

@@ -75,7 +75,10 @@ def test_the_recipe_is_found_wherever_it_stands(words):
     [
         ([], "name a recipe"),
         (["R", "--config-name=Q"], "two recipes are named, 'R' and 'Q'"),
-        (["R", "Q"], "unknown argument 'Q'"),
+        (
+            ["R", "num_rollouts"],
+            r"unknown argument 'num_rollouts'\. A setting is num_rollouts=VALUE\. See unirl train -h",
+        ),
         (["R", "-x"], "unknown argument '-x'"),
     ],
 )

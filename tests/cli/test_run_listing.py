@@ -54,6 +54,7 @@ def test_the_table_of_runs_fits_the_terminal_and_explains_its_states(runs, capsy
         ["stopped", "2/9", "0.100"],
     ]
     assert any("lost: its process is gone" in line for line in lines)
+    assert lines[-1] == "Continue one from its last checkpoint: see `resume` in RUN/logs/console.log"
     paths = [line for line in lines if str(runs) in line]
     assert len(paths) == 5
     assert max(len(line) for line in lines if line not in paths) <= 80

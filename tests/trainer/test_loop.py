@@ -159,6 +159,15 @@ def test_a_resumed_run_says_where_it_continues_and_keeps_its_threads_whatever_el
     assert json.loads((tmp_path / "run.json").read_text())["threads"] == {"per_process": 2, "why": because}
 
 
+def test_a_run_without_steps_left_says_so_and_how_to_train_on(tmp_path, capsys) -> None:
+    for times in (0, 1):
+        with trainer_of(tmp_path, "num_rollouts=1") as trainer:
+            trainer.train()
+        printed = capsys.readouterr().err
+        assert printed.count("nothing is left to train; set a larger num_rollouts to train on") == times
+        assert ": 1 step\n" in printed
+
+
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(finished, tmp_path) -> None:
     run(tmp_path, "save_interval=1")
     weights = tmp_path / "checkpoints/checkpoint-000002/policy/weights.safetensors"

@@ -30,10 +30,12 @@ class Parser(argparse.ArgumentParser):
         raise ArgumentError(f"{self.prog}: {message}. See {self.prog} -h")
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
-        """The options and positionals of a command that takes no recipe settings."""
+        """The options and positionals of a command. Settings of a recipe are taken out before."""
         parsed, unknown = self.parse_known_args(list(argv))
         if unknown:
             hint = did_you_mean(unknown[0], self.takes_value)
+            if not hint and self.epilog == SETTINGS_HELP and not unknown[0].startswith("-"):
+                hint = f" A setting is {unknown[0]}=VALUE."
             raise ArgumentError(f"{self.prog}: unknown argument '{unknown[0]}'.{hint} See {self.prog} -h")
         return parsed
 

@@ -140,7 +140,10 @@ def table(runs: Sequence[RunOverview]) -> str:
         lines.append(f"{head}  {row[5]}".rstrip() if fits else f"{head}  {row[4]}\n   {row[5]}")
     states = [state for state in STATES if any(run.status == state for run in runs)]
     legend = "; ".join(f"{state}: {STATES[state]}" for state in states)
-    return "\n".join([*lines, "", textwrap.fill(f"{legend}.", width), "Follow one: unirl tail RUN"])
+    ways = ["Follow one: unirl tail RUN"]
+    if not {"stopped", "failed", "lost"}.isdisjoint(states):
+        ways.append("Continue one from its last checkpoint: see `resume` in RUN/logs/console.log")
+    return "\n".join([*lines, "", textwrap.fill(f"{legend}.", width), *ways])
 
 
 def _reward(row: Row) -> float | None:

@@ -44,11 +44,18 @@ class RawEntry:
         return why.kind(f"{file}:{line}: {why}\n  source: {shown!a}")
 
 
+def _absent(file: Path) -> str:
+    return (
+        f"data file {file} does not exist (looked in {Path.cwd()}). Correct the path; a recipe has it in "
+        "data_source.data_path, which many read from DATA_PATH"
+    )
+
+
 def _read_text(file: Path) -> str:
     try:
         data = file.read_bytes()
     except FileNotFoundError as error:
-        raise DataError(f"data file {file} does not exist (looked in {Path.cwd()}). Check DATA_PATH") from error
+        raise DataError(_absent(file)) from error
     except OSError as error:
         raise DataError(f"data file {file} cannot be read: {error.strerror}") from error
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
@@ -182,7 +189,7 @@ def _parquet(file: Path, prompt_key: str) -> Iterator[RawEntry]:
     import pyarrow
 
     if not file.is_file():
-        raise DataError(f"data file {file} does not exist (looked in {Path.cwd()}). Check DATA_PATH")
+        raise DataError(_absent(file))
     number = 0
     try:
         for number, row in enumerate(parquet_rows(file), start=1):

@@ -109,6 +109,11 @@ class Trainer(ABC, Generic[SamplingT]):
     def train(self) -> None:
         """Run the loop from the last checkpoint to the last step."""
         self.state.restore()
+        if self.state.step >= self.config.num_rollouts:
+            self.tracker.note(
+                f"the {self.state.step} steps of this run are done, so nothing is left to train; set a larger "
+                "num_rollouts to train on"
+            )
         self.evaluator.check_prompts()
         self.state.write_config()
         chosen = self.state.chosen

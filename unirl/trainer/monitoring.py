@@ -106,7 +106,7 @@ class Monitor:
     def summarize(self, steps: int) -> None:
         """Print what became of the rewards over the whole run, and where its files are."""
         run = self.tracker.run
-        self.tracker.summary(f"{run.identity.recipe}: {steps} steps", [("run", str(run.root))])
+        self.tracker.summary(f"{run.identity.recipe}: {steps} step{'s' * (steps != 1)}", [("run", str(run.root))])
 
     def _watch_rewards(self, done: int, track: RolloutTrack) -> None:
         """Raise an alarm when all rewards are equal. In the first step that is rather a mistake in the reward."""

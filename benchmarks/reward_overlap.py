@@ -58,7 +58,7 @@ def trainer_of(folder: Path, runtime: str, seconds: float, *overrides: str) -> A
 def request_of(trainer: Trainer):
     """Returns the request of the first step."""
     trainer.pool.step = 0
-    return trainer.requests.training(trainer.data.take(PROMPTS), 0, trainer.publisher.publish(0, trainer.state.version))
+    return trainer.requests.training(trainer.data.take(PROMPTS), 0, trainer.publish(0))
 
 
 def generate_seconds(folder: Path, runtime: str) -> float:
@@ -68,7 +68,7 @@ def generate_seconds(folder: Path, runtime: str) -> float:
         times = []
         for _ in range(6):
             start = time.perf_counter()
-            trainer.roles.rollout.generate(req)
+            trainer.rollout.generate(req)
             times.append(time.perf_counter() - start)
         return statistics.median(times[1:])
 
@@ -88,7 +88,7 @@ def main(runtime: str, parts: int, pairs: int, path: str | None) -> None:
             requests = {trainer: request_of(trainer) for trainer in (turns, overlap)}
 
             def generate() -> None:
-                turns.roles.rollout.generate(requests[turns])
+                turns.rollout.generate(requests[turns])
 
             def step(trainer: Trainer) -> None:
                 trainer.overlap.generate(requests[trainer])

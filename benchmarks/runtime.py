@@ -63,7 +63,7 @@ def calls_of(trainer: Trainer) -> Callable[[], None]:
 
     def calls() -> None:
         for _ in range(CALLS):
-            trainer.roles.backend.version()
+            trainer.policy.roles.backend.version()
 
     return calls
 

@@ -137,13 +137,13 @@ def write_prompts(folder: Path) -> None:
 # The model
 
 
-def build_tokenizer() -> Any:
-    """Returns a byte-level tokenizer like Qwen's, with merges that make one token of each of `WORDS`."""
+def build_tokenizer(words: Sequence[str] = WORDS) -> Any:
+    """Returns a byte-level tokenizer like Qwen's, with merges that make one token of each of `words`."""
     from transformers import Qwen2Tokenizer
 
     letters = byte_letters()
     pieces, merges = list(letters), []
-    for word in WORDS:
+    for word in words:
         parts = merged([letters[byte] for byte in word.encode()], merges)
         while len(parts) > 1:
             merges.append((parts[0], parts[1]))
@@ -234,9 +234,8 @@ def learning_rate(step: int, settings: Settings) -> float:
     return settings.learning_rate * min(1.0, (step + 1) / 100) * decay
 
 
-def train(model: Any, tokenizer: Any, settings: Settings) -> None:
-    """Trains by next-token prediction on the responses."""
-    corpus = homework(settings, random.Random(settings.seed))
+def train(model: Any, tokenizer: Any, settings: Settings, corpus: Iterator[tuple[str, str]]) -> None:
+    """Trains by next-token prediction on the responses of a corpus of prompts and responses."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.1)
     start = time.time()
     for step in range(settings.steps):
@@ -266,7 +265,7 @@ def main() -> None:
         torch.manual_seed(settings.seed)
         tokenizer = build_tokenizer()
         model = build_model(tokenizer)
-        train(model, tokenizer, settings)
+        train(model, tokenizer, settings, homework(settings, random.Random(settings.seed)))
         save(model, tokenizer, out)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from unirl.config.build import SPECIAL
@@ -14,7 +15,7 @@ from unirl.config.compose import compose
 from unirl.config.key_docs import KeyDoc, keys_of, summary_of
 from unirl.config.merge import leaves
 from unirl.config.node import Node
-from unirl.config.recipe import RecipeConfig
+from unirl.config.recipe import POLICIES, EnhancerConfig, RecipeConfig
 from unirl.config.recipe_files import PACKAGE, list_recipes
 from unirl.config.schema import Schema, is_config, schema_of
 from unirl.config.targets import find_target
@@ -34,6 +35,11 @@ in the same way ([extending](extending.md)).
 `unirl config show RECIPE --doc` prints the same for one recipe with the values in effect, and
 `unirl config show RECIPE BLOCK --doc` for one of its blocks. `unirl config why KEY RECIPE` prints the source of a
 value."""
+ENHANCER = """## Top level of a prompt enhancer
+
+A recipe with the blocks `ar` and `diffusion` trains two policies ([prompt enhancement](prompt_enhancement.md)). Each of
+them holds the blocks `bundle`, `pipeline`, `backend`, `rollout`, `algorithm`, `stack`, `sampling` and `sync`, as in
+`ar.sampling.temperature`. All other keys stand at the top level as above. In addition:"""
 TABLE = "| key | type | default | meaning |\n|---|---|---|---|"
 Target = Callable[..., object]
 
@@ -47,7 +53,7 @@ def classes_by_block() -> dict[str, list[Target]]:
     for recipe in list_recipes((PACKAGE.parent / "examples",)):
         for path, value in leaves(compose(str(recipe.path)).tree):
             if path.endswith(f".{SPECIAL}"):
-                targets[path.partition(".")[0]].add(find_target(value, path))
+                targets[block_of(path)].add(find_target(value, path))
     targets["reward"].update(scorers().values())
     seen: set[Target] = set()
     result = {}
@@ -55,6 +61,12 @@ def classes_by_block() -> dict[str, list[Target]]:
         result[block] = [target for target in _with_configs(named) if target not in seen]
         seen.update(result[block])
     return {block: named for block, named in result.items() if named}
+
+
+def block_of(path: str) -> str:
+    """The block of a key, without that of its policy: `ar.stack.max_grad_norm` is a key of `stack`."""
+    blocks = path.split(".")
+    return blocks[1] if blocks[0] in POLICIES else blocks[0]
 
 
 def _with_configs(targets: set[Target]) -> list[Target]:
@@ -81,6 +93,9 @@ def _configs(*annotations: object) -> Iterator[type]:
 def page() -> str:
     """The page as Markdown."""
     parts = [OPENING, "## Top level", _table(schema_of(RecipeConfig))]
+    shared = schema_of(RecipeConfig).keys
+    own = {name: key for name, key in schema_of(EnhancerConfig).keys.items() if shared.get(name) != key}
+    parts += [ENHANCER, _table(replace(schema_of(EnhancerConfig), keys=own))]
     for block, targets in classes_by_block().items():
         parts.append(f"## `{block}`")
         tables: dict[str, list[Schema]] = {}

@@ -84,12 +84,20 @@ def read_metrics(folder: Path) -> list[Metrics]:
 def training_facts(folder: Path, rows: Sequence[Metrics]) -> dict[str, str]:
     """The number of updates in the newest checkpoint, and of updates that were skipped."""
     latest = folder / "checkpoints" / (folder / "checkpoints" / "LATEST").read_text().strip()
-    updates = json.loads((latest / "trainer.json").read_text())["version"]
-    return {"updates": str(updates), "skipped_updates": f"{sum(row['train/skipped_updates'] for row in rows):g}"}
+    versions = json.loads((latest / "trainer.json").read_text())["versions"]
+    updates = "; ".join(f"{name} {count}".lstrip() for name, count in versions.items())
+    skipped = sum(value for row in rows for name, value in row.items() if name.endswith("train/skipped_updates"))
+    return {"updates": updates, "skipped_updates": f"{skipped:g}"}
 
 
 def per_step(rows: Sequence[Metrics], metric: str, form: str) -> str:
-    """The values of a metric in each step. A step whose updates were all skipped has no gradient norm."""
+    """The values of a metric in each step, track by track where it has the name of a track.
+
+    A step whose updates were all skipped has no gradient norm.
+    """
+    names = {name: None for row in rows for name in row if name.endswith(f"/{metric}")}
+    if metric not in rows[0] and names:
+        return "; ".join(f"{name.removesuffix(f'/{metric}')} {per_step(rows, name, form)}" for name in names)
     values = [f"{row[metric]:{form}}" if metric in row else "none" for row in rows]
     return ", ".join(values) if set(values) != {"none"} else "none"
 

@@ -29,7 +29,7 @@ def finished_run(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     checkpoint = tmp_path / "checkpoints" / "checkpoint-000002"
     checkpoint.mkdir(parents=True)
-    (checkpoint / "trainer.json").write_text('{"version": 4}')
+    (checkpoint / "trainer.json").write_text('{"versions": {"": 4}}')
     (checkpoint / "MANIFEST.json").write_text("{}")
     (tmp_path / "checkpoints" / "LATEST").write_text("checkpoint-000002\n")
     (tmp_path / "run.json").write_text('{"seed": 7}')
@@ -52,5 +52,8 @@ def test_the_card_of_a_trained_recipe_has_the_held_out_rewards_of_each_seed(fini
 
 def test_a_card_names_what_is_wrong_with_its_run():
     assert Card(status="toy", skipped_updates="0", gradient_norm="0.1, 0", reward_std="0.000, 0.1").remarks == ()
+    two = "ar 0.1, 0.2; diffusion 0, 0"
+    assert Card(status="toy", gradient_norm=two).remarks == ("gradient norm 0",)
+    assert Card(status="toy", gradient_norm=two.replace("diffusion 0,", "diffusion 0.3,")).remarks == ()
     dead = Card(status="toy", skipped_updates="3", gradient_norm="0, 0", reward_std="0.000, 0.000")
     assert dead.remarks == ("gradient norm 0", "constant rewards", "3 skipped updates")

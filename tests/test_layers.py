@@ -27,6 +27,7 @@ LAYERS = {
     "api": 10,
     "train_diffusion": 10,
     "train_vlm": 10,
+    "train_pe": 10,
 }
 TORCH_ONLY = {"types", "sde"}
 NO_PROCESSES = {"models", "algorithms", "sde", "types"}

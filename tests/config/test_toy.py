@@ -8,6 +8,7 @@ import yaml
 from unirl.config.errors import ConfigError
 from unirl.config.load import load
 from unirl.config.merge import ConfigLayer, fold, get
+from unirl.config.recipe import prefixes
 from unirl.config.recipe_files import list_recipes
 from unirl.config.toy import NUM_PROMPTS, QUANTITIES, toy_layer
 from unirl.plan.layout import check_layout
@@ -23,8 +24,9 @@ def test_every_recipe_is_legal_and_small_at_toy_scale(name):
     recipe = load(name, ["scale=toy"])
     geometry = preflight(recipe).geometry
     assert geometry.num_samples <= 32
-    assert recipe.value("bundle.path").startswith("toy")
-    assert all(snapshot.get("path", str) == "toy" for snapshot in recipe.config.loaded_snapshots.values())
+    for policy in recipe.policies.values():
+        assert policy.model_path.startswith("toy")
+        assert all(snapshot.get("path", str) == "toy" for snapshot in policy.loaded_snapshots.values())
     assert recipe.config.num_rollouts == QUANTITIES["num_rollouts"]
 
 
@@ -38,10 +40,13 @@ def without_sizes(block):
 @pytest.mark.parametrize("name", RECIPES)
 def test_toy_changes_sizes_and_never_what_is_learned(name):
     full, toy = load(name), load(name, ["scale=toy"])
-    assert without_sizes(full.value("algorithm")) == without_sizes(toy.value("algorithm"))
     assert full.value("advantage") == toy.value("advantage")
-    assert get(full.resolved(), "sampling.kernel") == get(toy.resolved(), "sampling.kernel")  # text has none
-    assert full.value("stack.num_updates_per_batch") == toy.value("stack.num_updates_per_batch")
+    for policy in prefixes(full.resolved()):
+        assert without_sizes(full.value(f"{policy}algorithm")) == without_sizes(toy.value(f"{policy}algorithm"))
+        kernel = f"{policy}sampling.kernel"  # text has none
+        assert get(full.resolved(), kernel) == get(toy.resolved(), kernel)
+        updates = f"{policy}stack.num_updates_per_batch"
+        assert full.value(updates) == toy.value(updates)
 
 
 def test_the_command_line_wins_over_toy():

@@ -43,7 +43,7 @@ def pushed(lora: bool = True, **options: object) -> Ends:
 
 
 def live(version: int) -> RolloutReq:
-    return toy_request(1).replace(weight_version=version)
+    return toy_request(1).from_weights("live", version)
 
 
 def held(joined: Ends, names: list[str]) -> bool:

@@ -113,7 +113,7 @@ def test_sharded_weights_reach_every_engine_rank_bit_for_bit(ray_pool: Pool, way
     for held in parts["engine"].weights_held():
         assert held.keys() == expected.keys()
         assert all(torch.equal(held[name], expected[name]) for name in expected)
-    resp = parts["engine"].generate(toy_request(1).replace(weight_version=2))
+    resp = parts["engine"].generate(toy_request(1).from_weights("live", 2))
     assert resp.tracks["image"].weight_version.unique().tolist() == [2]
 
 
@@ -127,4 +127,4 @@ def test_a_bit_that_flips_at_one_rank_is_named_with_that_rank(ray_pool: Pool, wa
     with pytest.raises(SyncError, match=r"lora_A.default.weight' did not arrive as it was sent at engine rank 1"):
         parts["sync"].push(1)
     with pytest.raises(SyncError, match="has no verified weights"):
-        parts["engine"].generate(toy_request(1).replace(weight_version=0))
+        parts["engine"].generate(toy_request(1).from_weights("live", 0))

@@ -36,11 +36,9 @@ def request_for(params: DiffusionSamplingParams, prompts: tuple[str, ...] = PROM
         group_ids=groups,
         primitives={"text": Texts(texts=list(prompts))},
         metadata=[{} for _ in prompts],
-        tracks={"image": TrackSpec(sampling=params)},
+        tracks={"image": TrackSpec(sampling=params, weight_version=3)},
         purpose="r",
         step=0,
-        weights="live",
-        weight_version=3,
     ).expand(per_prompt)
 
 

@@ -67,8 +67,6 @@ def request(pictures: list[Path], rows=ROWS) -> RolloutReq:
         tracks={},
         purpose="r",
         step=0,
-        weights="live",
-        weight_version=0,
     )
 
 

@@ -86,8 +86,6 @@ def request(rows: Sequence[tuple[str, tuple[str, ...]]], params: ARSamplingParam
         tracks={"text": TrackSpec(sampling=params)},
         purpose="r",
         step=step,
-        weights="live",
-        weight_version=0,
     ).expand(SIBLINGS)
 
 

@@ -39,8 +39,6 @@ def asked(found: list[dict]) -> RolloutReq:
         tracks={},
         purpose="r",
         step=0,
-        weights="live",
-        weight_version=0,
     )
 
 

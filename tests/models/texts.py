@@ -105,8 +105,6 @@ def request(params: ARSamplingParams, texts: Sequence[str] = TEXTS, siblings: in
         tracks={"text": TrackSpec(sampling=params)},
         purpose="r",
         step=0,
-        weights="live",
-        weight_version=0,
     ).expand(siblings)
 
 

@@ -154,8 +154,6 @@ def edited(folder: Path, refs: list[tuple[MediaRef, ...]]) -> tuple[RolloutReq, 
         tracks={},
         purpose="r",
         step=0,
-        weights="live",
-        weight_version=0,
     )
     track = RolloutTrack(
         sample_ids=ids,

@@ -96,8 +96,6 @@ def test_the_service_gives_the_tokens_of_each_text_and_the_limit_of_its_sampling
         tracks={"text": TrackSpec(sampling=ARSamplingParams(max_new_tokens=4))},
         purpose="r",
         step=0,
-        weights="live",
-        weight_version=0,
     )
     service = RewardService(backend=shaped(truncated="zero"))
     scored = service.score_and_attach(req, RolloutResp({"text": track})).tracks["text"]

@@ -29,8 +29,6 @@ def a_request():
         tracks={},
         purpose="r",
         step=0,
-        weights="live",
-        weight_version=0,
     )
 
 

@@ -78,7 +78,7 @@ def test_a_rollout_of_videos_gets_the_mean_pickscore_of_its_frames_with_its_prom
     pixels, ids = noise(2, 3, count, 32, 24), ["a@0:0", "b@0:0"]
     req = RolloutReq(
         sample_ids=ids, group_ids=["a@0", "b@0"], primitives={"text": Texts(texts=["a cat", "a dog"])},
-        metadata=[{}, {}], tracks={}, purpose="r", step=0, weights="live", weight_version=0,
+        metadata=[{}, {}], tracks={}, purpose="r", step=0,
     )  # fmt: skip
     track = RolloutTrack(
         sample_ids=ids, group_ids=req.group_ids, conditions={}, segment=torch.zeros(2), weight=torch.ones(2),

@@ -121,7 +121,7 @@ def test_latents_are_stored_in_the_trajectory_dtype(pipeline, refs) -> None:
 def test_what_nobody_recorded_is_drawn_as_trainside_draws_it() -> None:
     joined = ends()
     joined.train()
-    req = toy_request(3).replace(weight_version=1)
+    req = toy_request(3).from_weights("live", 1)
     ours, theirs = (
         engine(joined.trained, joined.backend).generate(req).tracks["image"]
         for engine in (RecordedRolloutEngine, TrainsideRolloutEngine)

@@ -21,7 +21,7 @@ def sd3_pipeline() -> SD3Pipeline:
 def asking(joined: Ends, weights: str = "live") -> RolloutReq:
     is_sd3 = isinstance(joined.trained, SD3Pipeline)
     req = request_for(sampling(joined.trained)) if is_sd3 else toy_request(3)
-    return req.replace(weights=weights, weight_version=joined.backend.updates)
+    return req.from_weights(weights, joined.backend.updates)
 
 
 def trainside(joined: Ends, req: RolloutReq) -> RolloutTrack:

@@ -25,7 +25,7 @@ def qwen_pipeline() -> Qwen3Pipeline:
 
 
 def asking(joined: Ends) -> RolloutReq:
-    return text_request(3).replace(weight_version=joined.backend.updates)
+    return text_request(3).from_weights("live", joined.backend.updates)
 
 
 def trainside(joined: Ends, req: RolloutReq, rows_at_once: int = 8) -> RolloutTrack:

@@ -14,7 +14,6 @@ from unirl.distributed.group.pool import LocalGroup
 from unirl.models.sd3.family import SD3Bundle
 from unirl.plan import sizes
 from unirl.plan.sizes import RecipeSizes, RunSizes
-from unirl.plan.tiling import TILING
 from unirl.trainer.assemble import build_trainer, tiling_of
 from unirl.trainer.run_folder import saved_run
 from unirl.types.device import DeviceKind
@@ -35,7 +34,7 @@ def run(folder, *overrides):
 
 
 def chosen(folder):
-    return json.loads((folder / "run.json").read_text())["chosen"][TILING]
+    return json.loads((folder / "run.json").read_text())["chosen"]["pipeline.vae_tiling"]
 
 
 @pytest.fixture
@@ -79,11 +78,11 @@ def test_a_continued_run_decodes_in_tiles_if_it_began_so(tmp_path, monkeypatch):
     assert chosen(tmp_path / "run")["value"] is True
     monkeypatch.setattr(LocalGroup, "device_kind", lambda group: LARGE)
     with build_trainer(recipe_of(tmp_path / "run", *size, "num_rollouts=2")) as trainer:
-        assert trainer.state.chosen[TILING] is True
+        assert trainer.state.chosen["pipeline.vae_tiling"] is True
     assert chosen(tmp_path / "run") == {"value": True, "why": "on, as in the checkpoint"}
     assert saved_run(str(tmp_path / "run")).recipe.config.pipeline.values["vae_tiling"] is True
     with build_trainer(recipe_of(tmp_path / "other", *size)) as trainer:
-        assert trainer.state.chosen[TILING] is False
+        assert trainer.state.chosen["pipeline.vae_tiling"] is False
 
 
 @pytest.mark.parametrize(("kind", "reports"), [(DeviceKind(name="cpu"), 0), (LARGE, 1)])

@@ -81,11 +81,11 @@ def test_rows_that_are_not_selected_are_scored_and_change_no_statistic_but_the_u
 
 def test_a_step_without_a_selected_row_makes_no_update(tmp_path) -> None:
     with trainer_of(tmp_path / "run", "advantage.select.mean_range=[5e8, 6e8]", "num_rollouts=1") as trainer:
-        before = dict(trainer.roles.backend.gather())
+        before = dict(trainer.policy.roles.backend.gather())
         trainer.train()
         row = json.loads((tmp_path / "run/metrics.jsonl").read_text())
         assert row["rollout/filtered_group_ratio"] == 1.0 and row["train/skipped_updates"] == 1
-        assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.roles.backend.gather().items())
+        assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.policy.roles.backend.gather().items())
 
 
 # On a tree of tracks
@@ -95,15 +95,12 @@ class Credit(Trainer):
     """The loop's credit alone."""
 
     track = "image"
-    kl = None
+    credit_rule = "mean"
 
     def __init__(self, tracker: Tracker, advantage, num_rollouts: int = 5) -> None:
         self.config = SimpleNamespace(num_rollouts=num_rollouts)
-        self.monitor = Monitor(tracker, self.config, self.track, parity=None, learns_from_advantages=True)
+        self.monitor = Monitor(tracker, self.config, self.track, has_several=True, learns_from_advantages=True)
         self.advantage = advantage
-
-    def pinned(self, sampling, step):
-        raise NotImplementedError
 
 
 def track(ids: list[str], groups: list[str], **fields) -> RolloutTrack:

@@ -68,17 +68,17 @@ def test_samples_come_from_the_old_policy_and_its_distance_is_seen(trainside: Pa
 def test_the_samples_of_a_step_are_those_of_the_snapshot(tmp_path: Path) -> None:
     with trainer_of(tmp_path, TRAINSIDE, "evaluation.eval_steps=0") as trainer:
         trainer.train()
-        req = trainer.requests.training(trainer.data.take(2), 9, trainer.publisher.publish(9, trainer.state.version))
+        req = trainer.requests.training(trainer.data.take(2), 9, trainer.publish(9))
         assert req.weights == "old"
 
         def pixels(weights: str) -> torch.Tensor:
-            trainer.roles.sync.push(trainer.state.version, weights)
-            resp = trainer.roles.rollout.generate(req.replace(weights=weights))
-            return trainer.roles.rollout.preview(resp.tracks[trainer.track].decoded).pixels
+            trainer.policy.roles.sync.push(trainer.policy.version, weights)
+            resp = trainer.rollout.generate(req.from_weights(weights, req.weight_version))
+            return trainer.rollout.preview(resp.tracks[trainer.track].decoded).pixels
 
         old, live = pixels("old"), pixels("live")
-        report = trainer.publisher.publish(9, trainer.state.version)
-        assert (report.weights, report.version) == ("old", trainer.state.version)
+        report = trainer.publish(9)["image"]
+        assert (report.weights, report.version) == ("old", trainer.policy.version)
         assert torch.equal(pixels(report.weights), old) and not torch.equal(old, live)
 
 
@@ -96,13 +96,13 @@ def test_online_preferences_train_the_best_and_the_worst_of_each_group(tmp_path:
     one = ("stack.num_updates_per_batch=1", "stack.micro_batch_size=2", "num_rollouts=1", "evaluation.eval_steps=0")
     with trainer_of(tmp_path, TRAINSIDE, *dpo, *one) as trainer:
         trained: list[RolloutTrack] = []
-        learn = trainer.roles.stack.train_track
+        learn = trainer.policy.roles.stack.train_track
 
         def watch(track: RolloutTrack, now: TrainingProgress) -> TrainStepResult:
             trained.append(track)
             return learn(track, now)
 
-        trainer.roles.stack.methods["train_track"] = watch
+        trainer.policy.roles.stack.methods["train_track"] = watch
         trainer.train()
     (track,) = trained
     assert len(track) == 2 * 2 and track.group_ids[0::2] == track.group_ids[1::2]  # of 2 groups of 4

@@ -308,7 +308,7 @@ def test_a_disk_too_small_for_the_checkpoints_is_refused_before_the_first_step(t
 
 def test_the_size_of_a_checkpoint_is_known_before_it_is_written(finished) -> None:
     with trainer_of(finished) as trainer:
-        expected = trainer.roles.backend.checkpoint_bytes()
+        expected = trainer.policy.roles.backend.checkpoint_bytes()
     written = sum(p.stat().st_size for p in (finished / "checkpoints/checkpoint-000002/policy").iterdir())
     assert expected <= written <= 1.5 * expected
 

@@ -74,7 +74,7 @@ def test_a_continued_run_may_replace_auto_by_a_number(tmp_path):
     with build_trainer(recipe) as trainer:
         trainer.train()
         assert trainer.state.step == 2
-        assert micro_batch.MICRO_BATCH not in trainer.state.chosen
+        assert "stack.micro_batch_size" not in trainer.state.chosen
 
 
 def test_every_setting_of_the_ladder_may_change_in_a_continued_run():

@@ -67,13 +67,13 @@ def write_pairs(folder: Path, count: int, side: int = 32) -> Path:
 def watched(trainer: Trainer) -> list[tuple[RolloutTrack, torch.Tensor]]:
     """The tracks that the stack is given as the trainer trains, and their images."""
     trained: list[tuple[RolloutTrack, torch.Tensor]] = []
-    learn = trainer.roles.stack.train_track
+    learn = trainer.policy.roles.stack.train_track
 
     def watch(track: RolloutTrack, now: TrainingProgress) -> TrainStepResult:
-        trained.append((track, trainer.roles.rollout.preview(track.decoded).pixels))
+        trained.append((track, trainer.rollout.preview(track.decoded).pixels))
         return learn(track, now)
 
-    trainer.roles.stack.methods["train_track"] = watch
+    trainer.policy.roles.stack.methods["train_track"] = watch
     return trained
 
 
@@ -147,7 +147,7 @@ def errors_of(trainer: Trainer, weights: str) -> torch.Tensor:
 
     Pictures of a prompt share noise and levels, which are not those of any training step.
     """
-    group = trainer.roles.stack.train_track.group
+    group = trainer.policy.roles.stack.train_track.group
     pipeline, backend = group.role_here("pipeline"), group.role_here("backend")
     prompts = trainer.data.prompts
     refs = [ref for prompt in prompts for ref in prompt.recorded]
@@ -155,7 +155,7 @@ def errors_of(trainer: Trainer, weights: str) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad(), backend.weights(weights):
         x0 = pipeline.latents_of(read_images(refs, 32, 32))
-        conditions = pipeline.encode(texts, trainer.requests.sampling)
+        conditions = pipeline.encode(texts, trainer.requests.tracks["image"].training)
         total = torch.zeros(len(refs))
         for level in (0.3, 0.5, 0.7):
             noise = torch.randn(len(prompts), *x0.shape[1:], generator=generator)

@@ -77,7 +77,7 @@ def test_an_engine_in_another_precision_stops_before_the_first_update(tmp_path) 
 
 def test_it_may_train_nevertheless(tmp_path, capsys) -> None:
     trainer = run(tmp_path, SEPARATE, "num_rollouts=2", "rollout.dtype=bf16", "parity.stop=0")
-    assert trainer.state.version == 4
+    assert trainer.policy.version == 4
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert any("clip ranges" in event.get("text", "") for event in events)
     assert any(event["ev"] == "alarm.raise" and event["alarm"] == "parity" for event in events)

@@ -56,7 +56,7 @@ def test_pictures_grow_brighter_by_the_gradient_of_brightness(tmp_path: Path) ->
 def test_the_stage_of_the_loss_joins_the_pipelines_policy_and_decoder_with_the_reward(tmp_path: Path) -> None:
     with opened(tmp_path, "num_rollouts=1", "pipeline.keep_resident=false") as trainer:
         trainer.train()
-        group = trainer.roles.stack.methods["train_track"].group
+        group = trainer.policy.roles.stack.methods["train_track"].group
         stack, pipeline, reward = (group.role_here(role) for role in ("stack", "pipeline", "reward"))
     assert isinstance(stack.stage, DifferentiableStage)
     assert stack.stage.stage is pipeline.stage and stack.stage.score == reward.objective

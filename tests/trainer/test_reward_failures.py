@@ -91,7 +91,7 @@ def test_equal_rewards_raise_no_alarm_for_a_loss_that_fits_samples_whatever_they
     fit = ("algorithm={_target_: unirl.algorithms.diffusion_rwr.DiffusionRWR}", "stack.num_updates_per_batch=1")
     ode = "sampling.kernel={_target_: unirl.sde.kernels.EulerODE}"
     trainer = run(tmp_path, *BIG, *reward("Constant", value=0.25), *fit, ode)
-    assert trainer.state.version == 2
+    assert trainer.policy.version == 2
     assert not [event for event in lines_of(tmp_path / "events.jsonl") if event["ev"] == "alarm.raise"]
 
 
@@ -137,7 +137,7 @@ def test_a_reward_that_takes_turns_with_the_engine_cannot_overlap() -> None:
 def test_parts_are_whole_groups_and_all_of_them(tmp_path) -> None:
     size = ("batch_size=5", "sampling.samples_per_prompt=4", "stack.num_updates_per_batch=1")
     with trainer_of(tmp_path, *size) as trainer:
-        req = trainer.requests.training(trainer.data.take(5), 0, trainer.publisher.publish(0, trainer.state.version))
+        req = trainer.requests.training(trainer.data.take(5), 0, trainer.publish(0))
     for count in range(1, 8):
         parts = in_parts(req, count)
         assert [sample for part in parts for sample in part.sample_ids] == req.sample_ids

@@ -61,12 +61,12 @@ def run(folder: Path, recipe: str, *overrides: str) -> Outcome:
             track = resp.tracks["image"]
             made.logp.append(track.segment.logp)
             made.rewards.append(track.rewards)
-            made.pictures.append(trainer.roles.rollout.preview(track.decoded).pixels)
+            made.pictures.append(trainer.rollout.preview(track.decoded).pixels)
             return resp
 
         trainer.produce = watched
         trainer.train()
-        made.weights = dict(trainer.roles.backend.gather())
+        made.weights = dict(trainer.policy.roles.backend.gather())
         made.driver_bytes = trainer.pool.traffic
     return made
 

@@ -17,6 +17,8 @@ from unirl.config.errors import ConfigError, DataError
 from unirl.config.load import load
 from unirl.plan.preflight import preflight
 from unirl.sde.schedule import SigmaSchedule
+from unirl.trainer.loop import Trainer
+from unirl.trainer.requests import RequestMaker
 from unirl.types.facts import LatentFacts
 
 WIDE, TALL = (32, 48), (48, 32)
@@ -45,21 +47,23 @@ def finished(tmp_path_factory) -> Path:
     return folder
 
 
+def with_facts(trainer: Trainer, **changes) -> RequestMaker:
+    """The request maker of a trainer, with other facts about its model."""
+    track = trainer.requests.tracks["image"]
+    return RequestMaker(tracks={"image": replace(track, facts=replace(track.facts, **changes))})
+
+
 def test_every_step_is_of_one_size_and_the_schedule_follows_it(tmp_path) -> None:
     with trainer_of(tmp_path, SIZES) as trainer:
-        facts = trainer.facts
+        facts = trainer.policy.facts
         assert isinstance(facts, LatentFacts)
         schedule = SigmaSchedule(dynamic="exponential", base_shift=0.5, max_shift=3.0, base_image_seq_len=1)
-        trainer.requests = replace(trainer.requests, facts=replace(facts, schedule=schedule))
+        trainer.requests = with_facts(trainer, schedule=schedule)
         seen = set()
         for step in range(8):
             drawn = trainer.data.take(2)
             [size] = {prompt.size for prompt in drawn}
-            params = (
-                trainer.requests.training(drawn, step, trainer.publisher.publish(step, trainer.state.version))
-                .tracks["image"]
-                .sampling
-            )
+            params = trainer.requests.training(drawn, step, trainer.publish(step)).tracks["image"].sampling
             assert (params.height, params.width) == size
             expected = schedule.sigmas(params.num_inference_steps, facts.image_seq_len(params))
             assert params.sigmas == tuple(expected.tolist())
@@ -81,8 +85,8 @@ def test_an_evaluation_goes_size_by_size_and_holds_every_prompt(tmp_path) -> Non
     with trainer_of(tmp_path, SIZES, "evaluation.max_prompts=6", "evaluation.samples_per_prompt=2") as trainer:
         result = trainer.evaluate()
         held_out = trainer.data.eval_prompts(6)
-        _, resp = trainer.evaluator.sample(held_out[:1], 0)
-        pixels = trainer.roles.rollout.preview(resp.tracks["image"].decoded).pixels
+        _, resp = trainer.evaluator.sample(held_out[:1])
+        pixels = trainer.rollout.preview(resp.tracks["image"].decoded).pixels
     assert {prompt.size for prompt in held_out} == {WIDE, TALL}
     assert sorted(set(result.group_ids)) == sorted(prompt.group_id for prompt in held_out)
     assert len(result.rewards) == len(result.prompts) == len(result.facts) == 12
@@ -170,15 +174,15 @@ def test_a_request_carries_the_pictures_of_its_prompts(tmp_path, monkeypatch) ->
     ) as trainer:
         with pytest.raises(DataError, match="prompt 'p0' has 1 image"):
             trainer.train()
-        trainer.requests = replace(trainer.requests, facts=replace(trainer.facts, condition_images=(1, 1)))
+        trainer.requests = with_facts(trainer, condition_images=(1, 1))
         some = trainer.data.take(2)
         for req, drawn in (
-            (trainer.requests.training(some, 0, trainer.publisher.publish(0, trainer.state.version)), some),
-            (trainer.requests.evaluation(held := trainer.data.eval_prompts(1), 0), held),
+            (trainer.requests.training(some, 0, trainer.publish(0)), some),
+            (trainer.requests.evaluation(held := trainer.data.eval_prompts(1), {"image": 0}), held),
         ):
             copies = len(req) // len(drawn)
             assert req.prompt_image_uris() == [(prompt.images[0].uri,) for prompt in drawn for _ in range(copies)]
-        trainer.requests = replace(trainer.requests, facts=replace(trainer.facts, condition_images=(2, 3)))
+        trainer.requests = with_facts(trainer, condition_images=(2, 3))
         with pytest.raises(DataError, match="takes 2 to 3 per prompt"):
-            trainer.requests.training(some, 0, trainer.publisher.publish(0, trainer.state.version))
+            trainer.requests.training(some, 0, trainer.publish(0))
         assert trainer.data.orders[TALL].prompts_at(0, 1)[0].prompt_id == "p0"

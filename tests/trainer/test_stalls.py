@@ -43,7 +43,7 @@ def trainer_of(folder: Path, recipe: str, *overrides: str):
 def assert_stalls(trainer, phase: str, folder: Path) -> None:
     for group in trainer.pool.groups.values():
         group.deadline_s = DEADLINE_S
-    trainer.roles.sync.deadline_s = DEADLINE_S
+    trainer.policy.roles.sync.deadline_s = DEADLINE_S
     start = time.monotonic()
     with pytest.raises(StallError) as stalled:
         trainer.train()

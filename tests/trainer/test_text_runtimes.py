@@ -67,7 +67,7 @@ def run(folder: Path, *overrides: str) -> Outcome:
 
         trainer.produce = watched
         trainer.train()
-        made.weights = dict(trainer.roles.backend.gather())
+        made.weights = dict(trainer.policy.roles.backend.gather())
     return made
 
 

@@ -95,8 +95,6 @@ def test_a_request_names_its_one_track_and_of_which_kind() -> None:
         tracks={"text": TrackSpec(sampling=params)},
         purpose="r",
         step=0,
-        weights="live",
-        weight_version=0,
     )
     assert req.only_track(ARSamplingParams) == ("text", params)
     with pytest.raises(ValueError, match="track 'text' is sampled with DiffusionSamplingParams"):

@@ -237,8 +237,6 @@ def test_expanded_requests_keep_siblings_adjacent_and_ids_unique() -> None:
         tracks={"image": TrackSpec(sampling=params)},
         purpose="r",
         step=0,
-        weights="live",
-        weight_version=0,
     ).expand(3)
     assert req.sample_ids == ["a@0:0", "a@0:1", "a@0:2", "b@0:0", "b@0:1", "b@0:2"]
     assert req.primitives["text"].texts == ["A", "A", "A", "B", "B", "B"]

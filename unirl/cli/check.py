@@ -36,7 +36,9 @@ def run(argv: list[str], session: Session) -> int:
     else:
         from unirl.plan.placement import plan_of
 
-        print(f"{recipe.file.name}: valid ({recipe.file.path})\n{plan_of(recipe.config).describe()}")
+        print(f"{recipe.file.name}: valid ({recipe.file.path})")
+        for name, policy in recipe.policies.items():
+            print(f"{name}: {plan_of(policy).describe()}" if name else plan_of(policy).describe())
     return 0
 
 

@@ -193,7 +193,7 @@ def _recipe_checks(name: str, overrides: Sequence[str]) -> dict[str, Callable[[]
     from unirl.cli.check import checked
 
     try:
-        config = checked(name, overrides).config
+        policies = checked(name, overrides).policies
     except UniRLError as error:
         problem = report(error)
 
@@ -201,12 +201,12 @@ def _recipe_checks(name: str, overrides: Sequence[str]) -> dict[str, Callable[[]
             raise Unfit(problem)
 
         return {f"recipe {name}": invalid}
-    return {
-        f"recipe {name}": lambda: "valid",
-        "reward": partial(_reward, config),
-        "room": partial(_room, config),
-        "download": partial(_download, config),
-    }
+    checks: dict[str, Callable[[], str]] = {f"recipe {name}": lambda: "valid"}
+    checks["reward"] = partial(_reward, next(iter(policies.values())))
+    for policy, config in policies.items():
+        checks[f"{policy} room".lstrip()] = partial(_room, config)
+        checks[f"{policy} download".lstrip()] = partial(_download, config)
+    return checks
 
 
 def _reward(config: RecipeConfig) -> str:

@@ -67,8 +67,9 @@ def folder_of(file: ExportedFile) -> Path:
 
 def lines_of(files: Sequence[ExportedFile]) -> list[str]:
     """A line for each exported format."""
+    width = max(15, *(len(file.format) for file in files))
     return [
-        f"{file.format:<15}  {file.path}"
+        f"{file.format:<{width}}  {file.path}"
         + ("" if file.difference is None else f"   (loaded again and compared: max difference {file.difference:.1e})")
         for file in files
     ]

@@ -10,7 +10,7 @@ from unirl.cli.arguments import parse_recipe, recipe_parser
 from unirl.cli.check import checked
 from unirl.cli.plan import NOT_MEASURED
 from unirl.cli.start import shown_start
-from unirl.config.errors import ConfigError, InvalidValueError, ResourceError
+from unirl.config.errors import ConfigError, IncompatibleError, InvalidValueError, ResourceError
 from unirl.config.failures import Session
 from unirl.config.load import Recipe
 from unirl.config.merge import leaves
@@ -193,6 +193,11 @@ def report_of(recipe: str, words: Sequence[str], device: Device, memory_gib: flo
         words: the settings of the command line, which are kept.
     """
     loaded = checked(recipe, words)
+    if len(loaded.policies) > 1:
+        raise IncompatibleError(
+            f"{recipe} trains {' and '.join(loaded.policies)}, and fit searches the settings of one policy. See the "
+            "sizes of both with `unirl plan`"
+        )
     typed = typed_keys(loaded)
     kept = [rung.key for rung in RUNGS if rung.key in typed]
     result = []

@@ -49,7 +49,18 @@ def show_plan(name: str, overrides: Sequence[str], as_json: bool = False, device
     """Prints the plan of a recipe. Returns the exit status."""
     chosen, _ = device_named(device)
     recipe = checked(name, overrides)
-    print(json.dumps(plan_facts(recipe, chosen), indent=1) if as_json else plan_text(recipe, device))
+    policies = {name: recipe.alone(name) for name in recipe.policies}
+    if as_json:
+        facts = {name: plan_facts(policy, chosen) for name, policy in policies.items()}
+        print(json.dumps(facts if len(facts) > 1 else next(iter(facts.values())), indent=1))
+    else:
+        texts = [
+            f"{name}\n{plan_text(policy, device)}" if name else plan_text(policy, device)
+            for name, policy in policies.items()
+        ]
+        if len(texts) > 1:
+            texts.append("Each policy is counted by itself. On shared devices, add what stays resident.")
+        print("\n\n".join(texts))
     return 0
 
 

@@ -13,6 +13,7 @@ from unirl.config.compose import compose
 from unirl.config.errors import ConfigError, UsageError
 from unirl.config.failures import Session
 from unirl.config.merge import get
+from unirl.config.recipe import prefixes
 from unirl.config.recipe_files import RecipeFile, find_recipe, list_recipes
 
 EXAMPLES = ("unirl recipes", "unirl recipes search grpo --json", "unirl recipes show diffusion/sd3_trainside")
@@ -83,8 +84,10 @@ def _summary(recipe: RecipeFile) -> Summary:
         return Summary(purpose=f"{type(error).__name__}: {error}", evidence="unreadable")
     return Summary(
         purpose=_purpose(recipe),
-        model=_class_of(tree.get("bundle"), "Bundle"),
-        algorithm=_class_of(tree.get("algorithm")).removeprefix("Diffusion"),
+        model=" + ".join(_class_of(get(tree, f"{policy}bundle"), "Bundle") for policy in prefixes(tree)),
+        algorithm=" + ".join(
+            _class_of(get(tree, f"{policy}algorithm")).removeprefix("Diffusion") for policy in prefixes(tree)
+        ),
         scorer=_scorer_of(get(tree, "reward.backend", get(tree, "reward"))),
         devices=str(tree.get("num_devices", 1)),
         evidence=recipe.card.evidence,

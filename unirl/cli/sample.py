@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from unirl.cli.arguments import Parser, output_folder, split_settings
 from unirl.cli.start import shown_start
@@ -76,9 +75,9 @@ def _prompts(texts: Sequence[str], file: str | None) -> list[Prompt]:
     return [replace(prompt, prompt_id=f"{i:03d}") for i, prompt in enumerate(prompts)]
 
 
-def _draw(trainer: Trainer[Any], prompts: Sequence[Prompt]) -> Media:
+def _draw(trainer: Trainer, prompts: Sequence[Prompt]) -> Media:
     """The samples of prompts of one size. Those of a prompt are adjacent."""
-    _, resp = trainer.evaluator.sample(prompts, trainer.state.version)
+    _, resp = trainer.evaluator.sample(prompts)
     decoded = resp.tracks[trainer.track].decoded
     assert decoded is not None
-    return media_of(trainer.roles.rollout.preview(decoded))
+    return media_of(trainer.rollout.preview(decoded))

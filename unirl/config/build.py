@@ -10,7 +10,7 @@ import inspect
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from typing_extensions import get_protocol_members, is_protocol
 
@@ -26,7 +26,7 @@ from unirl.config.foreign_keys import WRITE_INSTEAD
 from unirl.config.merge import Tree, join
 from unirl.config.node import Node
 from unirl.config.plugins import contract_of, remember
-from unirl.config.recipe import RecipeConfig
+from unirl.config.recipe import recipe_class
 from unirl.config.schema import REQUIRED, Key, Schema, is_config, schema_of
 from unirl.config.targets import find_target
 from unirl.config.values import MAPPINGS, ReadContext, read, show
@@ -256,7 +256,7 @@ def schemas_of(tree: Tree, plugins: tuple[str, ...] = ()) -> dict[str, Schema]:
 
     Nodes that cannot be read are left out. The check refuses them.
     """
-    return dict(_schemas_below(tree, schema_of(RecipeConfig), "", plugins))
+    return dict(_schemas_below(tree, schema_of(cast(type, recipe_class(tree))), "", plugins))
 
 
 def _schemas_below(tree: Tree, schema: Schema, path: str, plugins: tuple[str, ...]) -> Iterator[tuple[str, Schema]]:

@@ -164,6 +164,8 @@ def _environment_layer(recipe: Tree) -> ConfigLayer:
     places: dict[str, str] = {}
     for name, path in ENVIRONMENT.items():
         value = os.environ.get(name, "")
+        if path == "bundle.path" and path.partition(".")[0] not in recipe:
+            path = f"diffusion.{path}"  # in a recipe of several policies, the model whose samples are scored
         block = path.partition(".")[0]
         has_block = block in recipe or block in ("run", "evaluation", "tracking")
         if value and has_block and f"oc.env:{name}" not in str(get(recipe, path)):

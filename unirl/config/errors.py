@@ -170,6 +170,10 @@ class DivergenceError(UniRLError, code=9001, exit_status=9):
     """Training is no longer finite."""
 
 
+class RewriteError(DivergenceError, code=9004):
+    """The responses of a prompt enhancer hold no rewrites."""
+
+
 class ParityError(DivergenceError, code=9002):
     """The engine that sampled and the trainer that replays compute different log-probabilities."""
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from omegaconf import OmegaConf
 
@@ -16,7 +17,7 @@ from unirl.config.errors import ConfigError, InvalidValueError, UnknownKeyError,
 from unirl.config.foreign_keys import refuse_layout_keys
 from unirl.config.merge import ConfigLayer, Tree, get, join, leaves, put
 from unirl.config.node import Node
-from unirl.config.recipe import RecipeConfig
+from unirl.config.recipe import EnhancerConfig, RecipeConfig, recipe_class
 from unirl.config.recipe_files import RecipeFile, search_path
 from unirl.config.schema import schema_of
 from unirl.config.targets import check_plugins, find_target
@@ -34,12 +35,29 @@ class Recipe:
 
     composed: ComposedConfig
     root: Node
-    config: RecipeConfig
+    policies: Mapping[str, RecipeConfig]
+    """The recipe as each of its policies sees it, by track; "" is the only policy of a recipe without tracks."""
+
+    engine: Node | None = None
+    """The engine that composes those of several policies. None for a recipe of one policy."""
+    credit: Literal["mean", "max", "sum"] = "mean"
+    """The reward of a row of a parent track, from the rewards of its children."""
+    trained: tuple[str, ...] = ("",)
+    """The policies that are updated."""
+
+    @property
+    def config(self) -> RecipeConfig:
+        """The recipe as its first policy sees it. The settings of the run are those of every policy."""
+        return next(iter(self.policies.values()))
 
     @property
     def file(self) -> RecipeFile:
         """Its name, path and card."""
         return self.composed.recipe
+
+    def alone(self, policy: str) -> Recipe:
+        """The recipe as if it had only this policy."""
+        return replace(self, policies={"": self.policies[policy]}, engine=None, trained=("",))
 
     def resolved(self) -> Tree:
         """Every key, with defaults filled in."""
@@ -81,10 +99,13 @@ def check(composed: ComposedConfig) -> Recipe:
     _refuse_empty_variables(composed)
     tree = composed.resolved()
     try:
-        root = check_node(tree, RecipeConfig, plugins=plugins, where=composed.where)
+        root = check_node(tree, recipe_class(tree), plugins=plugins, where=composed.where)
     except UnknownKeyError as error:
         raise error if error.hinted else _with_hint(error, composed, plugins) from None
-    return Recipe(composed, root, build(root))
+    settings: RecipeConfig | EnhancerConfig = build(root)
+    if isinstance(settings, EnhancerConfig):
+        return Recipe(composed, root, settings.policies, settings.rollout, settings.credit, settings.trained)
+    return Recipe(composed, root, settings.policies)
 
 
 def _refuse_empty_variables(composed: ComposedConfig) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Final
 
 from unirl.config.errors import BlockValueError
-from unirl.config.recipe import RecipeConfig
+from unirl.config.recipe import POLICIES, RecipeConfig
 
 DEFAULT_TARGETS = {block.name: block.metadata["target"] for block in fields(RecipeConfig) if "target" in block.metadata}
 """Block to the class that it has if the recipe names none."""
@@ -128,9 +128,15 @@ def _merge(below: object, above: object, path: str) -> object:
     return _merge_mappings(below if isinstance(below, dict) else {}, above, path)
 
 
+def _block(path: str) -> str:
+    """The name of a block, without that of its policy."""
+    policy, _, block = path.partition(".")
+    return block if policy in POLICIES else path
+
+
 def _merge_mappings(below: Tree, above: Tree, path: str) -> Tree:
     """`above` merged over `below`, or `above` alone if their `_target_`s, written or default, differ."""
-    targets = below.get("_target_", DEFAULT_TARGETS.get(path)), above.get("_target_")
+    targets = below.get("_target_", DEFAULT_TARGETS.get(_block(path))), above.get("_target_")
     replaced = None not in targets and targets[0] != targets[1]
     merged = {} if replaced else dict(below)
     for key, value in above.items():

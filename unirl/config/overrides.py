@@ -11,29 +11,37 @@ from collections.abc import Iterator, Sequence
 
 from unirl.config.errors import BlockValueError, ConfigError, InvalidValueError, did_you_mean
 from unirl.config.merge import DELETED, ConfigLayer, Tree, fold, get, join, put
+from unirl.config.recipe import prefixes
 
 PLAIN = re.compile(r"[\w\-./+:%@*?|]*", re.ASCII)
 """A value that the grammar reads as one word or number."""
 INTERPRETED = "[]{}()'\",\\$="
 """Letters with a meaning in the grammar."""
 COMMAND_LINE = "command line"
+SEED = "sampling.seed"
 
 
 def command_line_layer(overrides: Sequence[str], below: Tree) -> ConfigLayer:
     tree: Tree = {}
     places: dict[str, str] = {}
     for text in overrides:
-        path, value = _read_override(text)
-        current = fold((ConfigLayer("", below), ConfigLayer("", tree)))
-        if value is DELETED:
-            if get(current, path, DELETED) is DELETED:
-                hint = did_you_mean(path, _all_paths(current))
-                raise ConfigError(f"'{text}': the recipe does not write '{path}'.{hint}")
-        else:
-            _check_settable(path, value, current)
-        put(tree, path, value)
-        places[path] = text
+        written, value = _read_override(text)
+        for path in _paths(written, below):
+            current = fold((ConfigLayer("", below), ConfigLayer("", tree)))
+            if value is DELETED:
+                if get(current, path, DELETED) is DELETED:
+                    hint = did_you_mean(path, _all_paths(current))
+                    raise ConfigError(f"'{text}': the recipe does not write '{path}'.{hint}")
+            else:
+                _check_settable(path, value, current)
+            put(tree, path, value)
+            places[path] = text
     return ConfigLayer(COMMAND_LINE, tree, places)
+
+
+def _paths(path: str, below: Tree) -> list[str]:
+    """The keys that a written key sets. `sampling.seed` is the seed of every policy of a recipe."""
+    return [f"{policy}{path}" for policy in prefixes(below)] if path == SEED else [path]
 
 
 def _read_override(text: str) -> tuple[str, object]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -129,8 +129,8 @@ class RefillConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecipeConfig:
-    """A whole recipe. A block is a node, which is a class and the values of its keys; the trainer builds it."""
+class PolicyConfig:
+    """The blocks of one policy: a model, how it samples, and how it is trained."""
 
     bundle: Node
     """The modules of one checkpoint."""
@@ -140,22 +140,28 @@ class RecipeConfig:
     """The trainable weights: sharding, optimizer, snapshots."""
     rollout: Node
     """The engine that samples."""
-    reward: Node
-    """The reward service, which scores samples."""
-    advantage: Node = field(metadata={"target": "unirl.algorithms.shared.advantages.GroupAdvantage"})
-    """Turns rewards into one advantage per sample."""
     algorithm: Node
     """The loss."""
     stack: Node = field(metadata={"target": "unirl.train.stack.TrainStack"})
     """Updates and micro-batches of a step."""
-    data_source: Node
-    """The prompts."""
     sampling: Node
     """The sampling settings."""
-    trainer: Node = field(metadata={"target": "unirl.trainer.diffusion.DiffusionTrainer"})
-    """The trainer of a domain: how requests are made, and which track is trained."""
     sync: Node | None = None
     """Sends weights to an engine that has its own; absent = the engine uses the trained weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """The blocks and scalars of a recipe that all of its policies share."""
+
+    reward: Node
+    """The reward service, which scores samples."""
+    advantage: Node = field(metadata={"target": "unirl.algorithms.shared.advantages.GroupAdvantage"})
+    """Turns rewards into one advantage per sample."""
+    data_source: Node
+    """The prompts."""
+    trainer: Node = field(metadata={"target": "unirl.trainer.diffusion.DiffusionTrainer"})
+    """The trainer of a domain: how requests are made, and which track is trained."""
     parity: ParityConfig = ParityConfig()
     refill: RefillConfig | None = None
     """Dynamic sampling; absent = a step is one draw."""
@@ -206,6 +212,16 @@ class RecipeConfig:
     def runtime_in_use(self) -> Literal["local", "ray"]:
         """The runtime of the recipe, or the one that follows from the number of devices."""
         return self.runtime or ("local" if self.num_devices == 1 else "ray")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeConfig(RunSettings, PolicyConfig):
+    """A whole recipe. A block is a node, which is a class and the values of its keys; the trainer builds it."""
+
+    @property
+    def policies(self) -> dict[str, RecipeConfig]:
+        """The recipe itself, under the name "": it has one policy."""
+        return {"": self}
 
     # Keys of blocks that the trainer and the plan read. Code that needs another key adds a property here.
 
@@ -294,3 +310,47 @@ class RecipeConfig:
     def sync_transport(self) -> str | None:
         """How weights travel to the engine (sync.transport). None without a sync block."""
         return None if self.sync is None else self.sync.get("transport", str)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnhancerConfig(RunSettings):
+    """A recipe of two policies: a language model rewrites each prompt, and a diffusion model draws the rewrites."""
+
+    ar: PolicyConfig
+    """The language model. Its sampling.samples_per_prompt is the number of rewrites of a prompt, N."""
+    diffusion: PolicyConfig
+    """The diffusion model. Its sampling.samples_per_prompt is the number of samples of a rewrite, M."""
+    rollout: Node = field(metadata={"target": "unirl.rollout.engine.composed.engine.ComposedRolloutEngine"})
+    """The engine that composes those of the policies: how a response becomes a prompt."""
+    trainer: Node = field(metadata={"target": "unirl.trainer.pe.PETrainer"})
+    """The trainer of the domain."""
+    credit: Literal["mean", "max", "sum"] = "mean"
+    """The reward of a rewrite, from the rewards of its samples."""
+    trained: tuple[Literal["ar", "diffusion"], ...] = ("ar", "diffusion")
+    """The policies that are updated; the other one samples with the weights that it has."""
+
+    def __post_init__(self) -> None:
+        if not self.trained:
+            raise ValueError("trained is empty, so nothing would be learned. Write trained=[ar], [diffusion] or both")
+
+    @property
+    def policies(self) -> dict[str, RecipeConfig]:
+        """By track, the recipe as each policy sees it. The prompts of the diffusion model are the rewrites."""
+        shared = {each.name: getattr(self, each.name) for each in fields(RunSettings)}
+        ar = RecipeConfig(**shared, **vars(self.ar))
+        rewrites = shared | {"batch_size": self.batch_size * ar.samples_per_prompt}
+        return {"ar": ar, "diffusion": RecipeConfig(**rewrites, **vars(self.diffusion))}
+
+
+POLICIES = ("ar", "diffusion")
+"""The blocks of the policies of a recipe that has several."""
+
+
+def recipe_class(tree: Mapping[str, object]) -> type[RecipeConfig] | type[EnhancerConfig]:
+    """The class of a recipe: one with a block of a policy has several policies."""
+    return EnhancerConfig if any(name in tree for name in POLICIES) else RecipeConfig
+
+
+def prefixes(tree: Mapping[str, object]) -> tuple[str, ...]:
+    """The beginnings of the keys of every policy: `ar.` and `diffusion.`, or nothing for a recipe of one policy."""
+    return tuple(f"{name}." for name in POLICIES) if recipe_class(tree) is EnhancerConfig else ("",)

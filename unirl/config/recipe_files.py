@@ -18,7 +18,7 @@ SUFFIXES = (".yaml", ".yml")
 LIKELY = 0.6
 """Smallest similarity at which a file is suggested for one that does not exist."""
 
-DOMAIN_OF = {"diffusion": "diffusion", "vlm": "vlm", "llm": "vlm"}
+DOMAIN_OF = {"diffusion": "diffusion", "vlm": "vlm", "llm": "vlm", "pe": "pe"}
 """Folder of recipes to the domain whose entrypoint, `python -m unirl.train_<domain>`, trains them."""
 
 SAME_RECIPE = {"qwen3_ar_drpo_4b_base_dpao_sglang": "llm/qwen3_ar_drpo_4b_base_dapo"}
@@ -65,8 +65,12 @@ class Card:
 
 
 def _all_zero(values: str) -> bool:
-    """True if a field of a card holds numbers and all of them are 0."""
-    return values != "none" and all(value != "none" and float(value) == 0.0 for value in values.split(", "))
+    """True if a field of a card holds numbers and all of them are 0, in a run of several policies those of any one.
+
+    The numbers of several policies are written as `ar 0.1, 0.2; diffusion 0, 0`.
+    """
+    policies = [[value.rpartition(" ")[2] for value in policy.split(", ")] for policy in values.split("; ")]
+    return any(all(value != "none" and float(value) == 0.0 for value in policy) for policy in policies)
 
 
 @dataclass(frozen=True)

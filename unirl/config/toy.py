@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from unirl.config.build import SPECIAL, schemas_of
 from unirl.config.device_sets import num_device_sets, num_named, scaled
 from unirl.config.merge import ConfigLayer, Tree, fold, get, join, leaves, put
-from unirl.config.recipe import MAX_DEVICES
+from unirl.config.recipe import MAX_DEVICES, prefixes
 
 QUANTITIES: Mapping[str, object] = {
     "devices_per_node": None,
@@ -48,14 +48,15 @@ def toy_layer(tree: Tree, plugins: tuple[str, ...] = (), typed: Tree | None = No
     for path, schema in schemas.items():
         for name, value in schema.toy.items():
             put(toy, join(path, name), value)
-    for path, value in QUANTITIES.items():
-        parent, _, name = path.rpartition(".")
-        if parent in schemas and name in schemas[parent].keys:
-            put(toy, path, value)
-    if _is_small(get(tree, GROUP), get(toy, GROUP)):
-        put(toy, GROUP, get(tree, GROUP))
-    if _is_small(MOST_FRAMES, get(tree, FRAMES)):
-        put(toy, FRAMES, MOST_FRAMES)
+    for policy in ("", *prefixes(tree)):
+        for path, value in QUANTITIES.items():
+            parent, _, name = f"{policy}{path}".rpartition(".")
+            if parent in schemas and name in schemas[parent].keys:
+                put(toy, f"{policy}{path}", value)
+        if _is_small(get(tree, policy + GROUP), get(toy, policy + GROUP)):
+            put(toy, policy + GROUP, get(tree, policy + GROUP))
+        if _is_small(MOST_FRAMES, get(tree, policy + FRAMES)):
+            put(toy, policy + FRAMES, MOST_FRAMES)
     for path, value in _devices(tree, typed or {}).items():
         put(toy, path, value)
     put(toy, "batch_size", _num_prompts(fold((ConfigLayer("", tree), ConfigLayer("", toy)))))
@@ -95,10 +96,13 @@ def _devices(tree: Tree, typed: Tree) -> Tree:
 
 
 def _num_prompts(tree: Tree) -> int:
-    """The smallest P >= NUM_PROMPTS for which the recipe's updates divide the P x N samples."""
-    group = get(tree, GROUP, 1)
-    updates = get(tree, "stack.num_updates_per_batch", 1)
-    if not (isinstance(group, int) and isinstance(updates, int) and min(group, updates) > 0):
-        return NUM_PROMPTS
-    multiple = updates // math.gcd(updates, group)
+    """The smallest P >= NUM_PROMPTS for which the updates of every policy divide the P x N samples of its track."""
+    samples, multiple = 1, 1
+    for policy in prefixes(tree):
+        group = get(tree, policy + GROUP, 1)
+        updates = get(tree, f"{policy}stack.num_updates_per_batch", 1)
+        if not (isinstance(group, int) and isinstance(updates, int) and min(group, updates) > 0):
+            return NUM_PROMPTS
+        samples *= group
+        multiple = math.lcm(multiple, updates // math.gcd(updates, samples))
     return max(1, math.ceil(NUM_PROMPTS / multiple)) * multiple

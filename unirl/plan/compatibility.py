@@ -35,14 +35,19 @@ KEPT_BY = {"old": "ema_lora_cfg", "ema": "ema_cfg"}
 """Weight snapshot to the backend's block that keeps it. `reference` is kept whenever a loss reads it."""
 
 
-def check_compatibility(config: RecipeConfig, needs: Needs, plan: PlacementPlan) -> None:
-    """Raises IncompatibleError (2020) for the first rule that the parts of the recipe break."""
+def check_compatibility(config: RecipeConfig, needs: Needs, plan: PlacementPlan, is_scored: bool = True) -> None:
+    """Raises IncompatibleError (2020) for the first rule that the parts of the recipe break.
+
+    Args:
+        is_scored: the reward scores the samples of this policy, not those of another one.
+    """
     rules = (
         _recorded_problems,
         _refill_problems,
         _loss_problems,
         _eight_bit_problems,
         _backend_problems,
+        *((_reward_modality_problems,) if is_scored else ()),
         _modality_problems,
         _reward_gradient_problems,
     )
@@ -176,8 +181,8 @@ def reads_snapshot(needs: Needs, snapshot: str) -> bool:
     return snapshot in needs.snapshots or (needs.ema_rollout and snapshot == "old")
 
 
-def _modality_problems(config: RecipeConfig, needs: Needs, plan: PlacementPlan) -> Iterator[str]:
-    """Rewards, engine and trainer must handle what the pipeline makes."""
+def _reward_modality_problems(config: RecipeConfig, needs: Needs, plan: PlacementPlan) -> Iterator[str]:
+    """Rewards must score what the pipeline makes."""
     pipeline, made = config.pipeline.class_name, capabilities_of(config.pipeline).modalities
     for node in nodes_below(config.reward):
         scored = capabilities_of(node).modalities
@@ -186,12 +191,17 @@ def _modality_problems(config: RecipeConfig, needs: Needs, plan: PlacementPlan) 
                 f"{node.path} scores {' and '.join(scored)}, and {pipeline} makes {' and '.join(made)}. "
                 "Choose a reward for this modality"
             )
+
+
+def _modality_problems(config: RecipeConfig, needs: Needs, plan: PlacementPlan) -> Iterator[str]:
+    """Engine and trainer must handle what the pipeline makes."""
+    pipeline, made = config.pipeline.class_name, capabilities_of(config.pipeline).modalities
     for node in (config.rollout, config.trainer):
         handled = capabilities_of(node).modalities
         if handled and made and not set(handled) & set(made):
             yield (
                 f"{node.path}: {node.class_name} is for {' and '.join(handled)}, and {pipeline} makes "
-                f"{' and '.join(made)}. {OTHER_MODALITY[node.path]}"
+                f"{' and '.join(made)}. {OTHER_MODALITY[node.path.rpartition('.')[2]]}"
             )
 
 

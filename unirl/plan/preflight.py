@@ -40,6 +40,7 @@ from unirl.plan.geometry import Geometry, check_geometry, geometry_of
 from unirl.plan.layout import check_layout, layout_notices
 from unirl.plan.placement import PlacementPlan, plan_of
 from unirl.rollout.engine.base import RolloutEngine
+from unirl.rollout.engine.composed.engine import ComposedRolloutEngine, check_texts
 from unirl.tracking.streams import say
 from unirl.train.backend.base import TrainBackend
 from unirl.train.backend.module_setup import check_component
@@ -101,19 +102,65 @@ def preflight(recipe: Recipe) -> Preflight:
         DataError: 4001 no such model directory, 4002 no such data file.
     """
     config = recipe.config
-    check_roles(config)
-    needs = needs_of(config)
-    check_sampling_contract(config)
-    plan = plan_of(config)
-    check_layout(config, plan)
-    geometry = geometry_of(config, plan, needs)
-    check_geometry(geometry)
-    check_compatibility(config, needs, plan)
-    check_model(config)
-    check_sampling(config, needs)
-    check_evaluation(config)
+    texts: list[str] = []
+    for name, policy in recipe.policies.items():
+        with of_policy(name):
+            check_roles(policy)
+            needs = needs_of(policy)
+            check_sampling_contract(policy)
+            plan = plan_of(policy)
+            check_layout(policy, plan)
+            geometry = geometry_of(policy, plan, needs)
+            check_geometry(geometry)
+            check_compatibility(policy, needs, plan, is_scored=name in ("", scored_track(config)))
+            check_model(policy)
+            check_sampling(policy, needs)
+            texts += [f"{name}: {text}" if name else text for text in policy_notices(policy, plan, geometry, needs)]
+    check_tracks(recipe)
+    check_evaluation(recipe)
     check_data(config)
-    return Preflight(geometry, plan, tuple(notices(recipe, plan, geometry, needs)))
+    texts += environment_notices(recipe)
+    return Preflight(geometry_of(config, plan_of(config), needs_of(config)), plan_of(config), tuple(texts))
+
+
+@contextmanager
+def of_policy(name: str) -> Iterator[None]:
+    """Name the policy in a refusal of one of its settings, where a recipe has several."""
+    try:
+        yield
+    except ConfigError as error:
+        if not name:
+            raise
+        raise type(error)(f"{name}: {error}") from error
+
+
+def scored_track(config: RecipeConfig) -> str:
+    """The name of the track that is scored."""
+    return str(getattr(config.trainer.schema.owner, "track", ""))
+
+
+def check_tracks(recipe: Recipe) -> None:
+    """A recipe of several policies: what its engine and its loop cannot do."""
+    config = recipe.config
+    if len(recipe.policies) == 1:
+        return
+    if config.refill is not None:
+        raise IncompatibleError("refill draws further prompts for one track, and this recipe has two. Write ~refill")
+    if config.recorded_roles:
+        raise IncompatibleError(
+            f"data_source.recorded={list(config.recorded_roles)}: recorded samples belong to prompts that were not "
+            "rewritten. Write ~data_source.recorded"
+        )
+    assert recipe.engine is not None, "a recipe of several policies has an engine that composes theirs"
+    if issubclass(recipe.engine.schema.owner, ComposedRolloutEngine):
+        check_texts(recipe.engine.require("pe_instruction", str), recipe.engine.get("pe_marker", str))
+    for name, policy in recipe.policies.items():
+        if needs_of(policy).differentiable_reward:
+            raise IncompatibleError(
+                f"{name}.algorithm: {policy.algorithm.class_name} differentiates the reward of the prompt that was "
+                f"sampled, and rewrites are scored against the original one. Use a loss on rewards alone, such as "
+                f"{dotted_name(DiffusionGRPO)}"
+            )
 
 
 def needs_of(config: RecipeConfig) -> Needs:
@@ -189,15 +236,17 @@ def check_sampling(config: RecipeConfig, needs: Needs) -> None:
         raise IncompatibleError(f"{loss} compares the samples of a prompt, which would all be the same: {variety}")
 
 
-def check_evaluation(config: RecipeConfig) -> None:
-    """Every evaluation setting must be one that the sampling settings read."""
-    sampling: Sampling = build(config.sampling)
+def check_evaluation(recipe: Recipe) -> None:
+    """Every evaluation setting must be one that the sampling settings of a policy read."""
+    samplings: list[Sampling] = [build(policy.sampling) for policy in recipe.policies.values()]
+    known = list(dict.fromkeys(key for sampling in samplings for key in sampling.evaluation_keys))
     for key in OPTIONAL_IN_EVALUATION:
-        value = vars(config.evaluation)[key]
-        if value is not None and key not in sampling.evaluation_keys:
+        value = vars(recipe.config.evaluation)[key]
+        if value is not None and key not in known:
+            names = " and ".join(type(sampling).__name__ for sampling in samplings)
             raise IncompatibleError(
-                f"evaluation.{key}={value}: {type(sampling).__name__} has no such setting. Write ~evaluation.{key}. "
-                f"Evaluation can set {', '.join(sampling.evaluation_keys)}"
+                f"evaluation.{key}={value}: {names} has no such setting. Write ~evaluation.{key}. "
+                f"Evaluation can set {', '.join(known)}"
             )
 
 
@@ -316,9 +365,15 @@ def check_disk(directory: Path, num_bytes: float, what: str) -> None:
 # Notices
 
 
-def notices(recipe: Recipe, plan: PlacementPlan, geometry: Geometry, needs: Needs) -> Iterator[str]:
-    """Settings without effect, and values that the environment set."""
-    config = recipe.config
+def environment_notices(recipe: Recipe) -> Iterator[str]:
+    """Values that the environment set."""
+    for layer in recipe.composed.layers:
+        if layer.source == "environment":
+            yield from (f"{path} is set by the environment variable {name}" for path, name in layer.places.items())
+
+
+def policy_notices(config: RecipeConfig, plan: PlacementPlan, geometry: Geometry, needs: Needs) -> Iterator[str]:
+    """Settings of a policy that are unusual or without effect."""
     yield from layout_notices(config, plan, geometry.num_samples)
     if geometry.samples_per_prompt == 1 and config.advantage.get("scope", str) == "group" and needs.advantages:
         yield "sampling.samples_per_prompt=1: a group of one has no advantage, so nothing is learned"
@@ -329,9 +384,6 @@ def notices(recipe: Recipe, plan: PlacementPlan, geometry: Geometry, needs: Need
         )
     yield from _unusual_values(config, geometry)
     yield from _idle_backend_blocks(config, needs)
-    for layer in recipe.composed.layers:
-        if layer.source == "environment":
-            yield from (f"{path} is set by the environment variable {name}" for path, name in layer.places.items())
 
 
 def _unusual_values(config: RecipeConfig, geometry: Geometry) -> Iterator[str]:

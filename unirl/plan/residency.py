@@ -13,6 +13,9 @@ from unirl.config.device_sets import DeviceSet
 from unirl.plan.placement import PlacementPlan, Relation
 
 Phase = Literal["sync", "generate", "reward", "train", "eval", "checkpoint"]
+Idle = Literal["idle"]
+IDLE: Idle = "idle"
+"""In place of a phase: the policy does nothing while another one works."""
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 MemoryPart = Literal["policy", "optimizer", "frozen", "engine", "reward"]
@@ -57,7 +60,7 @@ def takes_turns(plan: PlacementPlan, part: MemoryPart) -> bool:
     return plan.relation == "colocate" and home_of(plan, part) == plan.train.devices
 
 
-def resident(plan: PlacementPlan, phase: Phase) -> tuple[MemoryPart, ...]:
+def resident(plan: PlacementPlan, phase: Phase | Idle) -> tuple[MemoryPart, ...]:
     """The parts that are on their devices in a phase: those that it needs, and those that never move."""
-    needs = NEEDS[plan.relation][phase]
+    needs = () if phase == IDLE else NEEDS[plan.relation][phase]
     return tuple(part for part in memory_parts(plan) if part in needs or not takes_turns(plan, part))

@@ -11,8 +11,12 @@ from unirl.config.recipe import RecipeConfig
 from unirl.plan.fit import moment_peaks, usable
 from unirl.plan.sizes import RecipeSizes, RunSizes, decoding_of, largest
 
-TILING = "pipeline.vae_tiling"
-_KEY = TILING.partition(".")[2]
+_KEY = "vae_tiling"
+
+
+def tiling_key(config: RecipeConfig) -> str:
+    """The key of the recipe that says whether the VAE decodes in tiles."""
+    return f"{config.pipeline.path}.{_KEY}"
 
 
 def leaves_tiling_open(config: RecipeConfig) -> bool:

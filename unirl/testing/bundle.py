@@ -95,8 +95,6 @@ def request_of(texts: Sequence[str], track: str, sampling: Sampling, step: int =
         tracks={track: TrackSpec(sampling=sampling)},
         purpose="r",
         step=step,
-        weights="live",
-        weight_version=0,
     )
 
 

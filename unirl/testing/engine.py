@@ -98,7 +98,7 @@ class EngineCheck:
             self.refuses(self.asking("live"), "while it holds a snapshot")
 
     def asking(self, weights: str) -> RolloutReq:
-        return self.req.replace(weights=weights, weight_version=self.backend.updates)
+        return self.req.from_weights(weights, self.backend.updates)
 
     def sampled(self, req: RolloutReq) -> RolloutTrack:
         [track] = self.engine.generate(req).tracks.values()

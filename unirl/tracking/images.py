@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 from PIL import Image
@@ -13,8 +13,10 @@ from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from unirl.tracking.mirrors import Mirrors, Preview
-from unirl.tracking.samples import Gallery, Media, MirroredPage, SampleRow
+from unirl.tracking.samples import REWRITE, Gallery, Media, MirroredPage, SampleRow, SampleTable
 from unirl.tracking.sheets import TiledMedia, Tiles, gallery_sheet, saved, tile_size
+from unirl.tracking.tables import replace_text
+from unirl.tracking.texts import listing
 
 LOSSLESS_UP_TO = 160
 """Images with no longer side are stored lossless; larger ones as WebP of quality 90."""
@@ -58,6 +60,13 @@ class ImageMedia(TiledMedia):
     def tiles(self) -> Tiles:
         """One tile per image."""
         return Tiles(list(self.images), *tile_size(self.images))
+
+    def page(self, table: SampleTable[Self], folder: Path, title: str) -> Path:
+        """Writes a contact sheet, and where prompts were rewritten a page with the rewrite of each image."""
+        if any(REWRITE in row.facts for row in table.rows):
+            text = listing(table, title, lambda row, limit: f"![]({table.rows[row].file})\n\n")
+            replace_text(folder / "samples.md", text)
+        return super().page(table, folder, title)
 
     def gallery(self, drawn: Gallery, folder: Path) -> Path:
         """Writes every image as PNG with its prompt and seed in the metadata, a manifest, and a labelled grid."""

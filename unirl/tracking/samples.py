@@ -14,6 +14,8 @@ from unirl.tracking.tables import finite, replace_text
 from unirl.types.rows import rows_by_key
 
 Fact = float | bool | str
+REWRITE = "rewrite"
+"""The fact that holds the prompt from which a sample was drawn, where a prompt enhancer rewrote it."""
 MediaT = TypeVar("MediaT", bound="Media", covariant=True)
 
 

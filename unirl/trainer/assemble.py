@@ -8,13 +8,15 @@ reward       on the devices that the placement gives it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from unirl.algorithms.base import StageAlgorithm
 from unirl.config.build import build
+from unirl.config.device_sets import DeviceSet
 from unirl.config.failures import Session, failure_of
 from unirl.config.load import Recipe
 from unirl.config.node import Node, nodes_below
@@ -38,7 +40,7 @@ from unirl.plan.preflight import KnownModel, check_disk, needs_of
 from unirl.plan.prompts import load_data
 from unirl.plan.sizes import RecipeSizes
 from unirl.plan.threads import ThreadChoice, in_use, threads_of
-from unirl.plan.tiling import TILING, choose_tiling, leaves_tiling_open, with_tiling
+from unirl.plan.tiling import choose_tiling, leaves_tiling_open, tiling_key, with_tiling
 from unirl.reward.base import RewardScorer
 from unirl.reward.failures import STRICT, DropBudget
 from unirl.reward.service import RewardService
@@ -50,16 +52,18 @@ from unirl.train.backend.snapshots import LIVE
 from unirl.train.configs import EmaLoraConfig
 from unirl.train.parity import ParityGate
 from unirl.train.stack import TrainStack
+from unirl.trainer.learner import Learner
 from unirl.trainer.loop import Trainer
-from unirl.trainer.micro_batch import MICRO_BATCH, MicroBatch, chooses_micro_batch
+from unirl.trainer.micro_batch import MicroBatch, chooses_micro_batch
 from unirl.trainer.publishing import Publisher
+from unirl.trainer.requests import RequestMaker, TrackSampling
 from unirl.trainer.residency import Phases, Residency, Roles
 from unirl.trainer.resume import check_resumable, continued, resume_point
 from unirl.trainer.run_folder import continuation, open_tracker, run_root
 from unirl.trainer.run_state import RunState, environment, recorded_threads, saved_choices
+from unirl.types.device import DeviceKind
 from unirl.types.progress import Heartbeat, reporting_to
 from unirl.types.protocols import DataSource, Stateful
-from unirl.types.sampling import Sampling
 
 RoleT = TypeVar("RoleT")
 
@@ -67,7 +71,7 @@ RoleT = TypeVar("RoleT")
 @contextmanager
 def build_trainer(
     recipe: Recipe, session: Session | None = None, *, tracker: Tracker | None = None
-) -> Iterator[Trainer[Sampling]]:
+) -> Iterator[Trainer]:
     """The trainer of a recipe that passed preflight, with its run directory open and its roles placed.
 
     When the block ends, all workers end, and the run directory says how the run ended.
@@ -82,10 +86,9 @@ def build_trainer(
     # A run that may not start leaves no folder.
     checkpoints = CheckpointStore(root / "checkpoints", keep=recipe.config.keep_checkpoints)
     resume = resume_point(checkpoints, recipe.config.resume)
-    lora = None if recipe.config.lora is None else build(recipe.config.lora)
-    check_resumable(resume, checkpoints.directory, recipe.resolved(), lora)
+    check_resumable(resume, checkpoints.directory, recipe)
     threads = threads_of(recipe.config, recorded_threads(resume, checkpoints.directory))
-    look_up_models(recipe.config)
+    look_up_models(recipe)
     if tracker is None:
         check_reward(recipe.config)
         if session is not None:
@@ -93,7 +96,10 @@ def build_trainer(
         tracker = open_tracker(recipe, root, session.argv if session else (), threads)
     if session is not None:
         session.run_dir = root
-    sizes = RecipeSizes(recipe.config if resume.checkpoint is None else continued(recipe.config))
+    sizes = {
+        name: RecipeSizes(config if resume.checkpoint is None else continued(config))
+        for name, config in recipe.policies.items()
+    }
     with (
         recorded_end(tracker),
         in_use(threads),
@@ -103,7 +109,7 @@ def build_trainer(
         with tracker.watching(lambda: f"load: {pool.status()}"), quiet_downloads():
             trainer = assemble(recipe, sizes, data, tracker, pool, checkpoints, resume)
         if is_own_run:
-            _check_disk(recipe.config, checkpoints, trainer.roles.backend)
+            _check_disk(recipe.config, checkpoints, trainer.learners)
         with tracker.watching(lambda: status_of(pool)):
             yield trainer
 
@@ -121,10 +127,11 @@ def recorded_end(tracker: Tracker) -> Iterator[None]:
     tracker.finish()
 
 
-def pool_of(sizes: RecipeSizes, tracker: Tracker, threads: ThreadChoice | None) -> Pool:
+def pool_of(sizes: Mapping[str, RecipeSizes], tracker: Tracker, threads: ThreadChoice | None) -> Pool:
     """The devices of a recipe. Stalled calls write the stacks of all workers into the run's `logs`."""
-    config = sizes.config
-    check_machine(sizes, tracker.warn)
+    config = next(iter(sizes.values())).config
+    for policy in sizes.values():
+        check_machine(policy, tracker.warn)
     opening = Heartbeat(f"start of runtime {config.runtime_in_use}")
     with tracker.watching(lambda: f"load: {opening.status()}"):
         pool = open_pool(
@@ -138,10 +145,18 @@ def pool_of(sizes: RecipeSizes, tracker: Tracker, threads: ThreadChoice | None) 
         )
     pool.stack_dir = tracker.run.root / "logs"
     if is_elsewhere(config) and config.scale != "toy":
-        pool.check_device = lambda devices, kind: check_memory(sizes, kind, tracker.warn, devices)
+        pool.check_device = partial(check_device_memory, tuple(sizes.values()), tracker.warn)
     pool.connect_s = config.connect_timeout_s
     pool.allow_mixed_devices = config.allow_mixed_devices
     return pool
+
+
+def check_device_memory(
+    sizes: Sequence[RecipeSizes], warn: Callable[[str], None], devices: DeviceSet, kind: DeviceKind
+) -> None:
+    """Refuse a device that is too small for any of the policies. Each one is counted by itself."""
+    for policy in sizes:
+        check_memory(policy, kind, warn, devices)
 
 
 def status_of(pool: Pool) -> str:
@@ -151,72 +166,157 @@ def status_of(pool: Pool) -> str:
 
 def assemble(
     recipe: Recipe,
-    sizes: RecipeSizes,
+    sizes: Mapping[str, RecipeSizes],
     data: DataSource[Prompt],
     tracker: Tracker,
     pool: Pool,
     checkpoints: CheckpointStore,
     resume: ResumePoint,
-) -> Trainer[Sampling]:
-    """Place the roles of a recipe on a pool, and join them in the trainer of its domain."""
-    plan = plan_of(sizes.config)
-    saved = {} if resume.checkpoint is None else saved_choices(resume.checkpoint.path)
-    tiles = tiling_of(sizes, pool.group(plan.rollout), saved.get(TILING), tracker.choice)
-    config = sizes.config if tiles is None else with_tiling(sizes.config, tiles)
-    if tiles:
-        sizes = RecipeSizes(config)  # decoding in tiles needs less memory
-    sampling, advantage = build(config.sampling), build(config.advantage)
-    algorithm: StageAlgorithm[object] = build(config.algorithm)
-    kl = algorithm.kl_controller()
+) -> Trainer:
+    """Place the roles of a recipe on a pool, and join them in the trainer of its domain.
+
+    Args:
+        sizes: by policy.
+    """
+    config = recipe.config
+    domain = config.trainer.schema.owner
+    assert issubclass(domain, Trainer), "preflight refuses a trainer of another class"
+    advantage = build(config.advantage)
     on_failure = config.reward.get("on_failure", Node)
     # A reward of a class other than ours stops at the first sample that cannot be scored.
     drops = DropBudget(STRICT if on_failure is None else build(on_failure))
-    place_roles = place_dedicated if plan.is_dedicated else place_trainside
-    roles = place_roles(pool, plan, config, sampling.seed)
-    publisher = Publisher(
-        roles.sync,
-        roles.backend,
-        interval=config.weight_sync_interval if roles.has_own_weights else 1,
-        weights=EmaLoraConfig.snapshot if needs_of(config).ema_rollout else LIVE,
-    )
-    micro_batch = MicroBatch(sizes, roles.stack, tracker.choice) if chooses_micro_batch(config) else None
-    candidates = {"data": data, "advantage": advantage, "kl": kl, "drops": drops, "publisher": publisher}
+    saved = {} if resume.checkpoint is None else saved_choices(resume.checkpoint.path)
+    reward = place_node(pool.group(plan_of(config).reward), "reward", RewardService, config.reward)
+    chosen: dict[str, Any] = {}
+    learners = {
+        name: place_learner(
+            name, name or domain.track, name in recipe.trained, sizes[name], reward, pool, saved, chosen, tracker
+        )
+        for name in recipe.policies
+    }
+    stateful: dict[str, object] = {"data": data, "advantage": advantage, "drops": drops}
+    for name, learner in learners.items():
+        stateful |= {named(name, "kl"): learner.kl, named(name, "publisher"): learner.publisher}
     state = RunState(
-        backend=roles.backend,
+        policies=learners,
         tracker=tracker,
-        stateful={name: item for name, item in candidates.items() if isinstance(item, Stateful)},
+        stateful={name: item for name, item in stateful.items() if isinstance(item, Stateful)},
         recipe=recipe.resolved(),
-        environment=environment(roles.train_ranks),
-        chosen={
-            **({} if tiles is None else {TILING: tiles}),
-            **({} if micro_batch is None else {MICRO_BATCH: None}),
-        },
+        environment=environment(next(iter(learners.values())).roles.train_ranks),
+        chosen=chosen,
         checkpoints=checkpoints,
         resume=resume,
         resume_command=continuation(recipe, tracker.run.root),
         write_config=partial(tracker.run.write_config, recipe.composed.text(resolve_all=True), recipe.resolved_text()),
     )
-    trainer: Trainer[Sampling] = build(
+    phases = Phases(
+        timers=tracker.timers,
+        pool=pool,
+        residencies={
+            learner.track: Residency(plan_of(learner.config), learner.roles, owns_reward=i == 0)
+            for i, learner in enumerate(learners.values())
+        },
+        shortage=partial(memory_advice, sizes, learners),
+    )
+    trainer: Trainer = build(
         config.trainer,
         config=config,
-        roles=roles,
+        learners=tuple(learners.values()),
+        rollout=engine_of(recipe, learners, phases),
+        reward=reward,
+        requests=RequestMaker(tracks={each.track: sampling_of(each, domain.parents) for each in learners.values()}),
         data=data,
-        sampling=sampling,
         advantage=advantage,
-        kl=kl,
         drops=drops,
         state=state,
-        publisher=publisher,
-        parity=parity_gate(config, algorithm),
-        phases=Phases(
-            timers=tracker.timers,
-            pool=pool,
-            residency=Residency(plan, roles),
-            shortage=partial(memory_advice, sizes, micro_batch),
-        ),
-        micro_batch=micro_batch,
+        phases=phases,
+        credit_rule=recipe.credit,
     )
     return trainer
+
+
+def engine_of(recipe: Recipe, learners: Mapping[str, Learner], phases: Phases) -> RolloutEngine:
+    """The engine of the only policy, or the one that composes the engines of all."""
+    if recipe.engine is None:
+        [learner] = learners.values()
+        return learner.roles.rollout
+    engine: RolloutEngine = build(
+        recipe.engine,
+        engines={learner.track: learner.roles.rollout for learner in learners.values()},
+        turn=phases.turn,
+    )
+    return engine
+
+
+def sampling_of(learner: Learner, parents: Mapping[str, str]) -> TrackSampling:
+    """How the samples of a policy are drawn in training and in evaluations."""
+    config, sampling = learner.config, build(learner.config.sampling)
+    parent = parents.get(learner.track)
+    settings = config.evaluation.settings(sampling.evaluation_keys)
+    if parent is not None:
+        settings["samples_per_prompt"] = 1  # evaluation.samples_per_prompt is the number of rewrites of a prompt
+    return TrackSampling(
+        facts=learner.facts,
+        parent=parent,
+        training=sampling,
+        evaluation=sampling.for_evaluation(settings),
+        eval_weights=config.evaluation.weights,
+    )
+
+
+def place_learner(
+    policy: str,
+    track: str,
+    is_trained: bool,
+    sizes: RecipeSizes,
+    reward: RewardService,
+    pool: Pool,
+    saved: Mapping[str, Any],
+    chosen: dict[str, Any],
+    tracker: Tracker,
+) -> Learner:
+    """Place the roles of one policy.
+
+    Args:
+        saved: what the run that continues chose for open settings.
+        chosen: gets the open settings of this policy.
+    """
+    plan = plan_of(sizes.config)
+    tiling = tiling_key(sizes.config)
+    tiles = tiling_of(sizes, pool.group(plan.rollout), saved.get(tiling), tracker.choice)
+    config = sizes.config if tiles is None else with_tiling(sizes.config, tiles)
+    if tiles:
+        sizes = RecipeSizes(config)  # decoding in tiles needs less memory
+    place_roles = place_dedicated if plan.is_dedicated else place_trainside
+    roles = place_roles(Places(policy, pool, plan, config), reward)
+    algorithm: StageAlgorithm[object] = build(config.algorithm)
+    needs = needs_of(config)
+    micro_batch = MicroBatch(sizes, roles.stack, tracker.choice) if chooses_micro_batch(config) else None
+    chosen |= {} if tiles is None else {tiling: tiles}
+    chosen |= {} if micro_batch is None else {micro_batch.key: None}
+    return Learner(
+        track=track,
+        is_trained=is_trained,
+        config=config,
+        roles=roles,
+        facts=roles.rollout.facts(),
+        needs=needs,
+        publisher=Publisher(
+            roles.sync,
+            roles.backend,
+            interval=config.weight_sync_interval if roles.has_own_weights else 1,
+            weights=EmaLoraConfig.snapshot if needs.ema_rollout else LIVE,
+        ),
+        kl=algorithm.kl_controller(),
+        parity=parity_gate(config, algorithm),
+        micro_batch=micro_batch,
+        chosen=chosen,
+    )
+
+
+def named(policy: str, name: str) -> str:
+    """The name of something that each policy has: `stack`, or `ar.stack` in a recipe of several policies."""
+    return f"{policy}.{name}" if policy else name
 
 
 def tiling_of(
@@ -232,65 +332,103 @@ def tiling_of(
     if not leaves_tiling_open(sizes.config):
         return None
     if saved is not None:
-        report(TILING, saved, f"{'on' if saved else 'off'}, as in the checkpoint")
+        report(tiling_key(sizes.config), saved, f"{'on' if saved else 'off'}, as in the checkpoint")
         return saved
     memory = engine.device_kind().memory_gib
     tiles, why = choose_tiling(sizes, memory)
     if memory is not None:
-        report(TILING, tiles, why)
+        report(tiling_key(sizes.config), tiles, why)
     return tiles
 
 
-def memory_advice(sizes: RecipeSizes, micro_batch: MicroBatch | None, phase: str) -> str:
-    """What a plan says about a phase that ran out of memory. Empty if the bundle cannot say the sizes of its model."""
+def memory_advice(sizes: Mapping[str, RecipeSizes], learners: Mapping[str, Learner], phase: str) -> str:
+    """What a plan says about a phase that ran out of memory. Empty if no bundle can say the sizes of its model."""
     from unirl.plan.fit import shortage
 
-    run = sizes.run
-    return "" if run is None else shortage(run if micro_batch is None else micro_batch.applied_to(run), phase)
+    advice = []
+    for name, policy in sizes.items():
+        run, micro_batch = policy.run, learners[name].micro_batch
+        if run is not None:
+            text = shortage(run if micro_batch is None else micro_batch.applied_to(run), phase)
+            advice.append(f"{name}: {text}" if name else text)
+    return "\n  ".join(advice)
 
 
 # Placement of roles, one builder per relation of the engine to the trainer
 
 
-def place_trainside(pool: Pool, plan: PlacementPlan, config: RecipeConfig, seed: int) -> Roles:
+@dataclass(frozen=True)
+class Places:
+    """Where the roles of one policy are placed, and under which names."""
+
+    policy: str
+    pool: Pool
+    plan: PlacementPlan
+    config: RecipeConfig
+
+    def node(self, workers: Group, name: str, role: type[RoleT], node: Node, **arguments: object) -> RoleT:
+        """Build the object of a recipe block on every worker, and return its handle.
+
+        The class and the classes of its inner blocks may also take the `device` of the worker.
+
+        Args:
+            role: the contract that the object keeps.
+        """
+        return place_node(workers, named(self.policy, name), role, node, self.config.num_updates, **arguments)
+
+    def made(self, workers: Group, name: str, make: Callable[..., RoleT], **arguments: object) -> RoleT:
+        """Build a role on every worker as `make(**arguments)`, and return its handle, typed as the role itself."""
+        return place(workers, named(self.policy, name), make, self.config.num_updates, **arguments)
+
+    def training(self, train: Group, bundle: Bundle, stage: object) -> tuple[TrainBackend, TrainStack]:
+        """The backend, which prepares the bundle's module for training in place, and the stack."""
+        config = self.config
+        run = {"seed": config.seed, "run_updates": config.total_updates}
+        backend = self.node(train, "backend", TrainBackend, config.backend, bundle=bundle, **run)
+        algorithm = self.node(train, "algorithm", StageAlgorithm, config.algorithm)
+        stack = self.node(train, "stack", TrainStack, config.stack, backend=backend, algorithm=algorithm, stage=stage)
+        return backend, stack
+
+
+def place_trainside(places: Places, reward: RewardService) -> Roles:
     """The engine samples with the very weights that are trained, in the processes that train them."""
-    train = pool.group(plan.train)
-    reward = place_node(pool.group(plan.reward), "reward", RewardService, config.reward)
-    bundle = place_node(train, "bundle", Bundle, config.bundle)
-    pipeline = place_node(train, "pipeline", Pipeline, config.pipeline, bundle=bundle)
+    config, train = places.config, places.pool.group(places.plan.train)
+    bundle = places.node(train, "bundle", Bundle, config.bundle)
+    pipeline = places.node(train, "pipeline", Pipeline, config.pipeline, bundle=bundle)
     stage: object
     if needs_of(config).differentiable_reward:
-        stage = place(train, "stage", differentiable_stage, pipeline=pipeline, reward=reward)
+        stage = places.made(train, "stage", differentiable_stage, pipeline=pipeline, reward=reward)
     else:
-        stage = place(train, "stage", lambda pipeline: pipeline.stage, pipeline=pipeline)
-    backend, stack = place_training(train, config, seed, bundle, stage)
-    rollout = place_node(train, "rollout", RolloutEngine, config.rollout, pipeline=pipeline, backend=backend)
+        stage = places.made(train, "stage", lambda pipeline: pipeline.stage, pipeline=pipeline)
+    backend, stack = places.training(train, bundle, stage)
+    rollout = places.node(train, "rollout", RolloutEngine, config.rollout, pipeline=pipeline, backend=backend)
     return Roles(
         rollout=rollout, reward=reward, stack=stack, backend=backend, sync=NoSync(), train_ranks=train.num_ranks
     )
 
 
-def place_dedicated(pool: Pool, plan: PlacementPlan, config: RecipeConfig, seed: int) -> Roles:
+def place_dedicated(places: Places, reward: RewardService) -> Roles:
     """The engine has weights of its own, on the same devices in turns (colocate) or on others (separate).
 
     The trainer needs neither encoders nor decoder, so its bundle holds only the trained module.
     """
-    train, engine = pool.group(plan.train), pool.group(plan.rollout)
-    bundle = place_node(train, "bundle", Bundle, config.bundle, components=trained_components(config))
-    stage = place(train, "stage", lambda bundle: bundle.stage(), bundle=bundle)
-    backend, stack = place_training(train, config, seed, bundle, stage)
+    config, plan = places.config, places.plan
+    train, engine = places.pool.group(plan.train), places.pool.group(plan.rollout)
+    bundle = places.node(train, "bundle", Bundle, config.bundle, components=trained_components(config))
+    stage = places.made(train, "stage", lambda bundle: bundle.stage(), bundle=bundle)
+    backend, stack = places.training(train, bundle, stage)
 
-    engine_bundle = place_node(engine, "engine_bundle", Bundle, config.bundle)
-    engine_pipeline = place_node(engine, "engine_pipeline", Pipeline, config.pipeline, bundle=engine_bundle)
-    rollout = place_node(engine, "rollout", RolloutEngine, config.rollout, pipeline=engine_pipeline)
+    engine_bundle = places.node(engine, "engine_bundle", Bundle, config.bundle)
+    engine_pipeline = places.node(engine, "engine_pipeline", Pipeline, config.pipeline, bundle=engine_bundle)
+    rollout = places.node(engine, "rollout", RolloutEngine, config.rollout, pipeline=engine_pipeline)
 
     # The sender reaches an engine in its own process directly: beside it on a worker, or in the driver's process.
-    colocated = rollout if engine is train else engine.role_here("rollout")
-    sender = place(train, "sender", WeightSender, weights=backend, stage=stage, engine_in_process=colocated)
+    colocated = rollout if engine is train else engine.role_here(named(places.policy, "rollout"))
+    sender = places.made(train, "sender", WeightSender, weights=backend, stage=stage, engine_in_process=colocated)
     assert config.sync is not None, "preflight refuses a dedicated engine without a sync block"
     return Roles(
         rollout=rollout,
-        reward=place_node(pool.group(plan.reward), "reward", RewardService, config.reward),
+        reward=reward,
         stack=stack,
         backend=backend,
         sync=build(config.sync, train=sender, rollout=rollout),
@@ -299,36 +437,33 @@ def place_dedicated(pool: Pool, plan: PlacementPlan, config: RecipeConfig, seed:
     )
 
 
-def place_training(
-    train: Group, config: RecipeConfig, seed: int, bundle: Bundle, stage: object
-) -> tuple[TrainBackend, TrainStack]:
-    """The backend, which prepares the bundle's module for training in place, and the stack."""
-    run = {"seed": seed, "run_updates": config.total_updates}
-    backend = place_node(train, "backend", TrainBackend, config.backend, bundle=bundle, **run)
-    algorithm = place_node(train, "algorithm", StageAlgorithm, config.algorithm)
-    stack = place_node(train, "stack", TrainStack, config.stack, backend=backend, algorithm=algorithm, stage=stage)
-    return backend, stack
-
-
-def place(workers: Group, name: str, make: Callable[..., RoleT], **arguments: object) -> RoleT:
+def place(
+    workers: Group, name: str, make: Callable[..., RoleT], num_updates: int | None = None, **arguments: object
+) -> RoleT:
     """Build a role on every worker as `make(**arguments)`, and return its handle, typed as the role itself.
 
     An argument that is the handle of a role on the same workers arrives there as that role itself.
+
+    Args:
+        num_updates: U of the row layout; None = that of the pool.
     """
     siblings = {argument: value.role_name for argument, value in arguments.items() if isinstance(value, Handle)}
     values = {argument: value for argument, value in arguments.items() if not isinstance(value, Handle)}
-    return cast(RoleT, workers.place(Remote(name, partial(make_beside, make, siblings, values))))
+    return cast(RoleT, workers.place(Remote(name, partial(make_beside, make, siblings, values), num_updates)))
 
 
-def place_node(workers: Group, name: str, role: type[RoleT], node: Node, **arguments: object) -> RoleT:
+def place_node(
+    workers: Group, name: str, role: type[RoleT], node: Node, num_updates: int | None = None, **arguments: object
+) -> RoleT:
     """Build the object of a recipe block on every worker, and return its handle.
 
     The class and the classes of its inner blocks may also take the `device` of the worker.
 
     Args:
         role: the contract that the object keeps.
+        num_updates: U of the row layout; None = that of the pool.
     """
-    return cast(RoleT, place(workers, name, partial(build_on_device, node), **arguments))
+    return cast(RoleT, place(workers, name, partial(build_on_device, node), num_updates, **arguments))
 
 
 def make_beside(
@@ -379,14 +514,20 @@ def check_reward(config: RecipeConfig) -> None:
         build(backend).check_start()
 
 
-def look_up_models(config: RecipeConfig) -> None:
-    """Refuse the model and those of rewards if they are neither on this machine nor on the hub.
+def look_up_models(recipe: Recipe) -> None:
+    """Refuse the models and those of rewards if they are neither on this machine nor on the hub.
 
     Rewards are loaded after the model, which may take minutes. Raises NotFoundError (4001).
     """
-    if not is_elsewhere(config):
-        trained = {} if config.model_path is None else {"PRETRAINED_MODEL (bundle.path)": config.model_path}
-        look_up(trained | ({} if config.reward_backend is None else models_named_by(config.reward_backend)))
+    config = recipe.config
+    if is_elsewhere(config):
+        return
+    trained = {
+        f"PRETRAINED_MODEL ({policy.bundle.path}.path)" if not name else f"{policy.bundle.path}.path": policy.model_path
+        for name, policy in recipe.policies.items()
+        if policy.model_path is not None
+    }
+    look_up(trained | ({} if config.reward_backend is None else models_named_by(config.reward_backend)))
 
 
 def models_named_by(root: Node) -> dict[str, str]:
@@ -414,7 +555,7 @@ def parity_gate(config: RecipeConfig, algorithm: StageAlgorithm[object]) -> Pari
     return ParityGate(config.parity, width)
 
 
-def _check_disk(config: RecipeConfig, checkpoints: CheckpointStore, backend: TrainBackend) -> None:
+def _check_disk(config: RecipeConfig, checkpoints: CheckpointStore, learners: Sequence[Learner]) -> None:
     num_checkpoints = (config.keep_checkpoints or config.num_rollouts // max(config.save_interval, 1)) + 1
-    num_bytes = num_checkpoints * backend.checkpoint_bytes()
+    num_bytes = num_checkpoints * sum(learner.backend.checkpoint_bytes() for learner in learners)
     check_disk(checkpoints.directory, num_bytes, f"{num_checkpoints} checkpoints")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic
 
 from unirl.config.errors import RewardError
 from unirl.config.recipe import EvaluationConfig
@@ -12,26 +11,32 @@ from unirl.data.data_source import by_size
 from unirl.data.datasets import Prompt
 from unirl.plan.prompts import prompts_of
 from unirl.reward.failures import first_failure
-from unirl.trainer.monitoring import scored_rows
+from unirl.reward.service import RewardService, root_rows
+from unirl.rollout.engine.base import RolloutEngine
+from unirl.trainer.learner import Learner
+from unirl.trainer.monitoring import facts_of, scored_rows
 from unirl.trainer.requests import RequestMaker
-from unirl.trainer.residency import Phases, Roles
+from unirl.trainer.residency import Phases
 from unirl.types.evaluation import EvalResult
 from unirl.types.primitives import Decoded, Preview
 from unirl.types.protocols import DataSource
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp, RolloutTrack
-from unirl.types.sampling import SamplingT
 
 EVALUATION = -1
 """The step number under which workers store the rows of an evaluation."""
 
 
 @dataclass(frozen=True)
-class Evaluator(Generic[SamplingT]):
+class Evaluator:
     """Generates and scores held-out prompts, size by size."""
 
-    requests: RequestMaker[SamplingT]
-    roles: Roles
+    requests: RequestMaker
+    rollout: RolloutEngine
+    reward: RewardService
+    learners: Sequence[Learner]
+    track: str
+    """The name of the track that is scored."""
     data: DataSource[Prompt]
     phase: Phases
     settings: EvaluationConfig
@@ -40,42 +45,43 @@ class Evaluator(Generic[SamplingT]):
         """Check that every prompt of this run can be taken and scored, before an hour of it has passed."""
         prompts = prompts_of(self.data, self.settings)
         self.requests.primitives(prompts)
-        self.roles.reward.check_prompts(
+        self.reward.check_prompts(
             [prompt.text for prompt in prompts],
             [prompt.metadata for prompt in prompts],
             [prompt.prompt_id for prompt in prompts],
         )
 
-    def evaluate(self, version: int) -> EvalResult:
-        """The scores of all held-out prompts.
-
-        Args:
-            version: optimizer updates behind the trained weights.
-        """
+    def evaluate(self) -> EvalResult:
+        """The scores of all held-out prompts."""
         prompts = self.data.eval_prompts(self.settings.max_prompts)
-        result = EvalResult.joined([self._evaluate_size(same_size, version) for same_size in by_size(prompts)])
+        result = EvalResult.joined([self._evaluate_size(same_size) for same_size in by_size(prompts)])
         self.phase.pool.release(EVALUATION)
         return result
 
-    def _evaluate_size(self, prompts: Sequence[Prompt], version: int) -> EvalResult:
-        req, resp = self.sample(prompts, version)
+    def _evaluate_size(self, prompts: Sequence[Prompt]) -> EvalResult:
+        req, resp = self.sample(prompts)
         with self.phase("eval"):
-            track = self.roles.reward.score_and_attach(req, resp).tracks[self.requests.track]
-            return eval_result(req, track, self.roles.rollout.preview)
+            resp = self.reward.score_and_attach(req, resp)
+            track = resp.tracks[self.track]
+            return eval_result(req.select(root_rows(req, resp, track)), track, self.rollout.preview)
 
-    def sample(self, prompts: Sequence[Prompt], version: int) -> tuple[RolloutReq, RolloutResp]:
+    def sample(self, prompts: Sequence[Prompt]) -> tuple[RolloutReq, RolloutResp]:
         """Samples of prompts of one size, with the settings of evaluation. Their rows live until the next call."""
-        req = self.requests.evaluation(prompts, version)
+        req = self.requests.evaluation(prompts, {learner.track: learner.version for learner in self.learners})
         self.phase.pool.release(EVALUATION)
         self.phase.pool.step = EVALUATION
         with self.phase("sync"):
-            self.roles.sync.push(version, req.weights)
+            for learner in self.learners:
+                learner.roles.sync.push(learner.version, req.tracks[learner.track].weights)
         with self.phase("eval"):
-            return req, self.roles.rollout.generate(req)
+            return req, self.rollout.generate(req)
 
 
 def eval_result(req: RolloutReq, track: RolloutTrack, preview: Callable[[Decoded], Preview]) -> EvalResult:
     """The scores of an evaluation with its prompts and media. Rows without a reward are counted.
+
+    Args:
+        req: the row of the request that each row of the track descends from.
 
     Raises:
         RewardError: 6002 when no row has a reward.
@@ -92,14 +98,14 @@ def eval_result(req: RolloutReq, track: RolloutTrack, preview: Callable[[Decoded
     assert track.rewards is not None and track.decoded is not None
     return EvalResult(
         sample_ids=tuple(track.sample_ids),
-        group_ids=tuple(track.group_ids),
+        group_ids=tuple(req.group_ids),
         prompts=tuple(req.prompts()),
         prompt_image_uris=tuple(req.prompt_image_uris()),
         rewards=track.rewards,
         components=dict(track.component_rewards or {}),
         logged_rewards=dict(track.logged_rewards or {}),
         answers=None if track.answers is None else tuple(track.answers),
-        facts=tuple(track.segment.facts()),
+        facts=tuple(facts_of(req, track)),
         unscored=unscored,
         media=preview(track.decoded),
     )

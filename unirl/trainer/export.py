@@ -73,21 +73,35 @@ def export_checkpoint(
         refuse_replacing(folder)
     folder = own if folder is None else folder
     with in_use(threads_of(saved.recipe.config)):
-        exporter = build_exporter(saved)
-        sampling = build(saved.recipe.config.sampling)
-        files = []
-        for name in formats or exporter.usual_formats:
-            with removed_if_unfinished(folder / name):
-                path = exporter.write(folder / name, name, weights)
-            difference = exporter.verify(folder / name, name, texts, sampling, weights)
-            write_card(folder / name, saved, name, difference, weights)
-            files.append(ExportedFile(name, path, difference))
+        files = [
+            file for policy in saved.policies() for file in _export_policy(policy, texts, formats, weights, folder)
+        ]
+    if not files:
+        names = " and ".join(policy.pipeline.class_name for policy in saved.recipe.policies.values())
+        raise InvalidValueError(f"no model of {names} has the format {' or '.join(formats or ())}")
     return files
+
+
+def _export_policy(
+    saved: SavedRun, texts: Sequence[str], formats: Sequence[str] | None, weights: str, folder: Path
+) -> Iterator[ExportedFile]:
+    """Write one policy. In a run of several, each has a folder of its own, and the formats that its model has."""
+    exporter = build_exporter(saved)
+    sampling = build(saved.recipe.config.sampling)
+    for name in formats or exporter.usual_formats:
+        if saved.policy and name not in exporter.writers:
+            continue
+        place = folder / saved.policy / name
+        with removed_if_unfinished(place):
+            path = exporter.write(place, name, weights)
+        difference = exporter.verify(place, name, texts, sampling, weights)
+        write_card(place, saved, name, difference, weights)
+        yield ExportedFile(f"{saved.policy} {name}".lstrip(), path, difference)
 
 
 def refuse_replacing(folder: Path) -> None:
     """Refuses a folder that holds an export already, which may be that of another run."""
-    taken = [name for name in EXPORTS if (folder / name).exists()]
+    taken = [name for name in EXPORTS for place in (folder, *folder.glob("*")) if (place / name).exists()]
     if taken:
         raise InvalidValueError(
             f"--out {folder} already holds an export ({', '.join(taken)}), which is not replaced. Choose another "
@@ -116,7 +130,7 @@ def build_exporter(saved: SavedRun) -> Exporter:
     pipeline = build(config.pipeline, device=device, bundle=bundle)
     backend = build(config.backend, device=device, bundle=bundle, seed=config.seed, run_updates=1)
     with still_there(saved.checkpoint):
-        backend.load_policy(str(saved.checkpoint.path / "policy"))
+        backend.load_policy(str(saved.weights_folder))
     return Exporter(pipeline, backend, None if config.lora is None else build(config.lora))
 
 

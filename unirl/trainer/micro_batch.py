@@ -17,8 +17,6 @@ from unirl.train.stack import TrainStack
 from unirl.types.protocols import TrainingProgress
 from unirl.types.rollout_resp import RolloutTrack
 
-MICRO_BATCH = "stack.micro_batch_size"
-
 
 def chooses_micro_batch(config: RecipeConfig) -> bool:
     """True if the rows of a micro-batch are neither set nor cut by tokens."""
@@ -41,6 +39,11 @@ class MicroBatch:
     is_final: bool = False
     """The rows were measured, come from a checkpoint, or cannot be planned."""
 
+    @property
+    def key(self) -> str:
+        """The key of the recipe that leaves the rows open."""
+        return f"{self.sizes.config.stack.path}.micro_batch_size"
+
     def choose(self, saved: int | None) -> int | None:
         """Take the rows that the plan chooses for the device with the least memory, and return them.
 
@@ -50,11 +53,11 @@ class MicroBatch:
         if saved is not None:
             self.rows, self.is_final = saved, True
             self.stack.use_micro_rows(saved)
-            self.report(MICRO_BATCH, saved, f"{saved} rows, as in the checkpoint")
+            self.report(self.key, saved, f"{saved} rows, as in the checkpoint")
         elif self.sizes.run is None:
             self.is_final = True
             bundle = self.sizes.config.bundle.class_name
-            self.report(MICRO_BATCH, None, f"the smallest, since {bundle} cannot estimate its sizes")
+            self.report(self.key, None, f"the smallest, since {bundle} cannot estimate its sizes")
         else:
             self._use(self._chosen(self._device()))
         return self.rows
@@ -97,7 +100,7 @@ class MicroBatch:
         choice, device = chosen
         self.rows = choice.rows
         self.stack.use_micro_rows(choice.rows)
-        self.report(MICRO_BATCH, choice.rows, choice.describe(device) + why)
+        self.report(self.key, choice.rows, choice.describe(device) + why)
 
     def _fitting(self, num_bytes: float, track: RolloutTrack, now: TrainingProgress) -> int | None:
         """The rows that fit into so many bytes on every rank. None if memory does not limit them."""

@@ -11,10 +11,11 @@ from torch import Tensor
 from unirl.config.recipe import RecipeConfig
 from unirl.distributed.weight_sync.base import SyncReport
 from unirl.reward.failures import drop_reasons
-from unirl.tracking.samples import SampleRow, SampleTable, StepRewards
+from unirl.reward.service import root_rows
+from unirl.tracking.samples import REWRITE, SampleRow, SampleTable, StepRewards
 from unirl.train.parity import GAP_METRIC, ParityGate, parity_table
 from unirl.trainer.refill import SelectedSamples
-from unirl.types.primitives import Decoded, Preview
+from unirl.types.primitives import Decoded, Facts, Preview
 from unirl.types.results import Metrics
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp, RolloutTrack
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from unirl.tracking.tracker import Tracker
 
 
+RUN_METRICS = ("rollout/reward_mean", "rollout/reward_std", "rollout/reward_min", "rollout/reward_max", "reward/")
+"""Metrics of the scored track that describe the run as a whole, or their beginnings."""
+
+
 @dataclass
 class Monitor:
     """Watches the steps of a run and reports to its tracker. It changes no sample and no weight."""
@@ -31,27 +36,33 @@ class Monitor:
     tracker: Tracker
     config: RecipeConfig
     track: str
-    """The name of the track that is scored and trained."""
-    parity: ParityGate | None
-    """None for a loss without log-probs, and for an engine that records none."""
+    """The name of the track that is scored."""
+    has_several: bool
+    """The run has several tracks."""
     learns_from_advantages: bool
     """Equal rewards teach the loss nothing, so they raise an alarm."""
-    parity_is_checked: bool = False
     has_warned_of_padding: bool = False
 
-    def record_track(self, resp: RolloutResp, name: str, metrics: Mapping[str, float]) -> None:
-        """Take metrics of one track, under its name where the response has several."""
-        prefix = f"{name}/" if len(resp.tracks) > 1 else ""
-        self.tracker.record({prefix + key: value for key, value in metrics.items()})
+    def record(self, track: str, metrics: Mapping[str, float]) -> None:
+        """Take metrics of one track, under its name where the run has several.
 
-    def account(self, done: int, resp: RolloutResp, selected: SelectedSamples) -> None:
+        The rewards of the track that is scored are those of the run, and stand without its name as well.
+        """
+        if not self.has_several:
+            self.tracker.record(metrics)
+            return
+        self.tracker.record({f"{track}/{key}": value for key, value in metrics.items()})
+        if track == self.track:
+            self.tracker.record({key: value for key, value in metrics.items() if key.startswith(RUN_METRICS)})
+
+    def account(self, done: int, req: RolloutReq, resp: RolloutResp, selected: SelectedSamples) -> None:
         """Write down where all samples of a step went: statistics, the ledger, and what is worth an event.
 
         Args:
             done: the number of steps finished after this one.
         """
         for name, track in resp.tracks.items():
-            self.record_track(resp, name, track.segment.statistics())
+            self.record(name, {**track.segment.statistics(), **kept_prompts(req, resp, track)})
         track = resp.tracks[self.track]
         reasons = {**drop_reasons(track), **selected.reasons}
         dropped = sum(reasons.values())
@@ -64,43 +75,41 @@ class Monitor:
             self._warn_of_padding(selected.missing)
 
     def keep_samples(
-        self, done: int, req: RolloutReq, track: RolloutTrack, preview: Callable[[Decoded], Preview]
+        self, done: int, req: RolloutReq, resp: RolloutResp, preview: Callable[[Decoded], Preview]
     ) -> None:
         """Write a few scored samples of the step into the run directory, when due."""
         every = self.config.tracking.sample_steps
         if every and done % every == 0:
             from unirl.tracking.media import media_of  # PIL, which a check of a recipe does without
 
+            track = resp.tracks[self.track]
             scored = scored_rows(track)
-            req, track = req.select(scored), track.select(scored)
+            roots = root_rows(req, resp, track)
+            req, track = req.select([roots[row] for row in scored]), track.select(scored)
             assert track.decoded is not None and track.rewards is not None, "an engine decodes what it samples"
             step = StepRewards(len(track), float(track.rewards.double().mean()))
-            chosen = spread_rows(track.group_ids, self.config.tracking.max_samples)
+            chosen = spread_rows(req.group_ids, self.config.tracking.max_samples)
             media = media_of(preview(track.decoded.select(chosen)))
             rows = sample_rows(req.select(chosen), track.select(chosen), self.track)
             self.tracker.samples(done, SampleTable(rows, media, step))
 
-    def check_parity(self, track: RolloutTrack, measure: Callable[[RolloutTrack], Metrics]) -> None:
+    def judge_parity(self, gate: ParityGate, measured: Metrics) -> None:
         """Judge the importance ratio of every recorded log-prob, before the first update of this process.
 
         Raises:
             ParityError: 9002 when the engine and the trainer disagree by more than `parity.stop`.
         """
-        if self.parity is None or self.parity_is_checked:
-            return
-        warning = self.parity.judge(parity_table(measure(track)))
+        warning = gate.judge(parity_table(measured))
         if warning is not None:
             self.tracker.warn(warning)
-        self.parity_is_checked = True
 
-    def watch_parity(self, metrics: Mapping[str, float], samples_are_fresh: bool) -> None:
+    def watch_parity(self, gate: ParityGate, metrics: Mapping[str, float]) -> None:
         """Raise an alarm when the gap that the first update of a later step measured is suspicious.
 
-        Args:
-            samples_are_fresh: the samples came from the weights before the first update, so the ratio should be 1.
+        The samples must come from the weights before that update, so that the ratio should be 1.
         """
         gap = metrics.get(GAP_METRIC, 0.0)
-        if self.parity is not None and samples_are_fresh and self.parity.is_suspicious(gap):
+        if gate.is_suspicious(gap):
             self.tracker.event("alarm.raise", alarm="parity", value=gap)
 
     def summarize(self, steps: int) -> None:
@@ -180,16 +189,16 @@ def sample_rows(req: RolloutReq, track: RolloutTrack, name: str) -> tuple[Sample
     """A record of each row of `track`, for the manifest and the contact sheet.
 
     Args:
-        req: the request with the same rows.
+        req: the row of the request that each row descends from.
         name: the name of the track.
     """
     assert track.rewards is not None and track.advantages is not None
-    facts, prompts, image_uris = track.segment.facts(), req.prompts(), req.prompt_image_uris()
+    facts, prompts, image_uris = facts_of(req, track), req.prompts(), req.prompt_image_uris()
     components = {**(track.component_rewards or {}), **(track.logged_rewards or {})}
     return tuple(
         SampleRow(
             sample_id=track.sample_ids[i],
-            group_id=track.group_ids[i],
+            group_id=req.group_ids[i],
             prompt=prompts[i],
             images=image_uris[i],
             reward=float(track.rewards[i]),
@@ -202,6 +211,28 @@ def sample_rows(req: RolloutReq, track: RolloutTrack, name: str) -> tuple[Sample
         )
         for i in range(len(track))
     )
+
+
+def facts_of(req: RolloutReq, track: RolloutTrack) -> list[Facts]:
+    """Facts about each row of a track, to be shown; with the prompt that was sampled, where it was rewritten.
+
+    Args:
+        req: the row of the request that each row descends from.
+    """
+    prompts = req.prompts()
+    if track.parent_track is None or track.prompts is None:
+        return list(track.segment.facts())
+    rewrites = zip(track.segment.facts(), prompts, track.prompts, strict=True)
+    return [{**facts, REWRITE: rewrite} if rewrite != prompt else facts for facts, prompt, rewrite in rewrites]
+
+
+def kept_prompts(req: RolloutReq, resp: RolloutResp, track: RolloutTrack) -> dict[str, float]:
+    """The share of samples of a child track that were sampled from the original prompt; nothing for a root track."""
+    if track.parent_track is None or track.prompts is None:
+        return {}
+    prompts = req.prompts()
+    kept = [prompts[row] == text for row, text in zip(root_rows(req, resp, track), track.prompts, strict=True)]
+    return {"rollout/kept_prompt_ratio": sum(kept) / len(kept)}
 
 
 def scored_rows(track: RolloutTrack) -> list[int]:

@@ -12,7 +12,7 @@ from unirl.config.failures import is_out_of_memory
 from unirl.distributed.group.base import Pool
 from unirl.distributed.weight_sync.base import WeightSync
 from unirl.plan.placement import PlacementPlan, Relation
-from unirl.plan.residency import PHASES, MemoryPart, memory_parts, resident
+from unirl.plan.residency import IDLE, PHASES, MemoryPart, memory_parts, resident
 from unirl.reward.service import RewardService
 from unirl.rollout.engine.base import DedicatedEngine, RolloutEngine
 from unirl.tracking.timing import PhaseTimers
@@ -44,24 +44,34 @@ class Roles:
 class Residency:
     """Brings in what a phase needs, after sending away what it does not need."""
 
-    def __init__(self, plan: PlacementPlan, roles: Roles) -> None:
+    def __init__(self, plan: PlacementPlan, roles: Roles, owns_reward: bool = True) -> None:
         """
         Args:
             roles: all of their parts are on their devices now.
+            owns_reward: move the reward, which policies share. One of them moves it.
         """
         self.plan = plan
         self.roles = roles
-        self.here: set[MemoryPart] = set(memory_parts(plan))
+        self.parts: set[MemoryPart] = set(memory_parts(plan)) - (set() if owns_reward else {"reward"})
+        self.here: set[MemoryPart] = set(self.parts)
         """The parts that are on their devices."""
 
     def enter(self, phase: str) -> None:
         """Make exactly the parts of `phase` resident."""
-        assert phase in PHASES, f"{phase!r} is no phase of the residency table"
-        wanted = set(resident(self.plan, phase))
-        self._move(self.here - wanted, away=True)
-        self.here &= wanted
+        self.leave(phase)
+        wanted = self._wanted(phase)
         self._move(wanted - self.here, away=False)
         self.here = wanted
+
+    def leave(self, phase: str) -> None:
+        """Send away what `phase` does not need."""
+        wanted = self._wanted(phase)
+        self._move(self.here - wanted, away=True)
+        self.here &= wanted
+
+    def _wanted(self, phase: str) -> set[MemoryPart]:
+        assert phase in (*PHASES, IDLE), f"{phase!r} is no phase of the residency table"
+        return set(resident(self.plan, phase)) & self.parts
 
     def _move(self, parts: set[MemoryPart], away: bool) -> None:
         reward, backend = self.roles.reward, self.roles.backend
@@ -80,20 +90,36 @@ class Phases:
 
     timers: PhaseTimers
     pool: Pool
-    residency: Residency
+    residencies: Mapping[str, Residency]
+    """By track. Policies that share devices take turns."""
     shortage: Callable[[str], str]
     """What to tell the user when memory runs out in a phase: where it goes, and the next setting to turn down."""
 
+    def turn(self, track: str) -> None:
+        """In the present phase, bring in the parts of one policy, after sending away those of the others."""
+        if self.pool.phase:  # between phases nothing moves
+            self._enter(self.pool.phase, track)
+
+    def _enter(self, phase: str, track: str | None) -> None:
+        phases = {name: phase if track in (None, name) else IDLE for name in self.residencies}
+        for name, residency in self.residencies.items():
+            residency.leave(phases[name])
+        for name, residency in self.residencies.items():
+            residency.enter(phases[name])
+
     @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
+    def __call__(self, name: str, track: str | None = None) -> Iterator[None]:
         """Time the block, bring in the parts that it needs, and end it when it passes its deadline.
+
+        Args:
+            track: the only policy that works in this phase; None = all.
 
         Raises:
             MemoryShortageError: 5002 if memory runs out in the block.
         """
         with self.timers.phase(name), self.pool.watch(name):
             try:
-                self.residency.enter(name)
+                self._enter(name, track)
                 yield
             except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
                 if not is_out_of_memory(error):

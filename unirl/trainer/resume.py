@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from unirl.config.build import build
 from unirl.config.errors import CheckpointError, InvalidValueError, ResumeError
+from unirl.config.load import Recipe
 from unirl.config.merge import Tree, get, leaves
-from unirl.config.recipe import RecipeConfig
+from unirl.config.recipe import RecipeConfig, prefixes
 from unirl.train.backend.checkpoint import CheckpointStore, ResumePoint, open_checkpoint
 from unirl.train.backend.state import check_trained_weights, read_counters
 from unirl.train.configs import LoraConfig
-from unirl.trainer.run_state import read_state
+from unirl.trainer.run_state import policy_folder, read_state
 
 RESULT_NEUTRAL = (
     "num_rollouts",
@@ -79,7 +81,7 @@ def resume_point(store: CheckpointStore, resume: str) -> ResumePoint:
     return latest
 
 
-def check_resumable(point: ResumePoint, own: Path, recipe: Tree, lora: LoraConfig | None) -> None:
+def check_resumable(point: ResumePoint, own: Path, recipe: Recipe) -> None:
     """Refuse a checkpoint that this recipe cannot continue, before a model is loaded.
 
     Args:
@@ -92,7 +94,7 @@ def check_resumable(point: ResumePoint, own: Path, recipe: Tree, lora: LoraConfi
     if point.checkpoint is None:
         return
     path = point.checkpoint.path
-    changed = changed_keys(read_state(path)["recipe"], recipe) if path.parent == own else []
+    changed = changed_keys(read_state(path)["recipe"], recipe.resolved()) if path.parent == own else []
     if changed:
         shown = sorted(changed, key=lambda change: "_target_" not in change.partition(":")[0])[:SHOWN_CHANGES]
         others = f"; and {len(changed) - len(shown)} more" if len(changed) > len(shown) else ""
@@ -100,13 +102,15 @@ def check_resumable(point: ResumePoint, own: Path, recipe: Tree, lora: LoraConfi
             f"{path.name} was written by another recipe ({'; '.join(shown)}{others}): set these back to continue "
             f"the run, start another one in another run.dir, or branch off with resume={path} run.dir=<new folder>"
         )
-    start = None if lora is None else lora.path
-    if start is not None and path.parent != own and start != get(read_state(path)["recipe"], "backend.lora_cfg.path"):
-        raise ResumeError(
-            f"backend.lora_cfg.path={start} would have no effect: the run begins from the adapters of {path.name}. "
-            "Remove one of the two"
-        )
-    check_trained_weights(read_counters(path / "policy"), lora)
+    for name, config in recipe.policies.items():
+        lora: LoraConfig | None = None if config.lora is None else build(config.lora)
+        key, start = f"{config.backend.path}.lora_cfg.path", None if lora is None else lora.path
+        if start is not None and path.parent != own and start != get(read_state(path)["recipe"], key):
+            raise ResumeError(
+                f"{key}={start} would have no effect: the run begins from the adapters of {path.name}. "
+                "Remove one of the two"
+            )
+        check_trained_weights(read_counters(policy_folder(path, name)), lora)
 
 
 def continued(config: RecipeConfig) -> RecipeConfig:
@@ -125,5 +129,5 @@ def changed_keys(saved: Tree, now: Tree) -> list[str]:
     before, after = dict(leaves(saved)), dict(leaves(now))
     absent = object()
     keys = sorted(k for k in before.keys() | after.keys() if before.get(k, absent) != after.get(k, absent))
-    neutral = tuple(f"{key}." for key in RESULT_NEUTRAL)
+    neutral = tuple(f"{policy}{key}." for policy in dict.fromkeys(("", *prefixes(now))) for key in RESULT_NEUTRAL)
     return [f"{k}: {before.get(k)} -> {after.get(k)}" for k in keys if not f"{k}.".startswith(neutral)]

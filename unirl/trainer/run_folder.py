@@ -20,7 +20,7 @@ from unirl.plan.geometry import geometry_table
 from unirl.plan.placement import plan_of
 from unirl.plan.preflight import needs_of
 from unirl.plan.threads import ThreadChoice
-from unirl.plan.tiling import TILING, leaves_tiling_open, with_tiling
+from unirl.plan.tiling import leaves_tiling_open, tiling_key, with_tiling
 from unirl.tracking.backends import MirrorUnavailable, make_mirrors
 from unirl.tracking.console import LEGEND, Console
 from unirl.tracking.mirrors import RunInfo
@@ -28,7 +28,7 @@ from unirl.tracking.run_directory import RunDirectory, RunDirectoryError, RunIde
 from unirl.tracking.tracker import Tracker
 from unirl.train.backend.checkpoint import Checkpoint, open_checkpoint, still_there
 from unirl.trainer.resume import continued
-from unirl.trainer.run_state import STATE_FILE, read_state, saved_choices
+from unirl.trainer.run_state import STATE_FILE, policy_folder, read_state, saved_choices
 
 
 def open_tracker(recipe: Recipe, root: Path, argv: Sequence[str], threads: ThreadChoice | None = None) -> Tracker:
@@ -61,9 +61,14 @@ def open_tracker(recipe: Recipe, root: Path, argv: Sequence[str], threads: Threa
     if threads is not None:
         run.note(threads={"per_process": threads.count, "why": threads.why})
     console = Console(config.num_rollouts, log=root / "logs" / "console.log")
-    tracker = Tracker(run, console=console, mirrors=mirrors, about=about)
+    tracker = Tracker(run, console=console, mirrors=mirrors, about=about, tracks=tracks_of(recipe))
     console.banner(f"unirl {unirl.__version__}  {recipe.file.name}  ->  {root}", banner_lines(recipe, root, threads))
     return tracker
+
+
+def tracks_of(recipe: Recipe) -> tuple[str, ...]:
+    """The names that may precede those of metrics: the tracks of a recipe of several policies."""
+    return tuple(filter(None, recipe.policies))
 
 
 def run_root(recipe: Recipe) -> Path:
@@ -119,6 +124,17 @@ class SavedRun:
 
     checkpoint: Checkpoint
     recipe: Recipe
+    policy: str = ""
+    """The policy that this is about, in a run of several."""
+
+    @property
+    def weights_folder(self) -> Path:
+        """The folder of the policy's weights."""
+        return policy_folder(self.checkpoint.path, self.policy)
+
+    def policies(self) -> list[SavedRun]:
+        """The run as each of its policies sees it."""
+        return [replace(self, recipe=self.recipe.alone(name), policy=name) for name in self.recipe.policies]
 
 
 def saved_run(
@@ -141,14 +157,17 @@ def saved_run(
     checkpoint = open_checkpoint(path, unread)
     with still_there(checkpoint):
         tree = read_state(checkpoint.path)["recipe"] | {"resume": "none", "scale": "full"}
-        tiles = saved_choices(checkpoint.path).get(TILING)
+        chosen = saved_choices(checkpoint.path)
     layers = (ConfigLayer("recipe", tree), ConfigLayer("unirl", settings or {}), command_line_layer(overrides, tree))
     file = RecipeFile(f"saved/{checkpoint.path.name}", checkpoint.path / STATE_FILE)
     recipe = check(ComposedConfig(file, layers))
-    config = recipe.config if from_start else continued(recipe.config)
-    if tiles is not None and leaves_tiling_open(config):
-        config = with_tiling(config, tiles)
-    return SavedRun(checkpoint, replace(recipe, config=config))
+    policies = {}
+    for name, config in recipe.policies.items():
+        policies[name] = config if from_start else continued(config)
+        tiles = chosen.get(tiling_key(config))
+        if tiles is not None and leaves_tiling_open(config):
+            policies[name] = with_tiling(policies[name], tiles)
+    return SavedRun(checkpoint, replace(recipe, policies=policies))
 
 
 def check_weights(saved: SavedRun, weights: str) -> None:
@@ -157,14 +176,14 @@ def check_weights(saved: SavedRun, weights: str) -> None:
     Raises:
         ConfigError: 2020.
     """
-    config = saved.recipe.config
-    kept = [name for name, block in KEPT_BY.items() if config.backend.values.get(block) is not None]
-    known = ["live", *kept, *config.loaded_snapshots, *needs_of(config).snapshots]
-    if weights not in known:
-        raise IncompatibleError(
-            f"--weights {weights}: the run keeps no such weights. It has {', '.join(dict.fromkeys(known))}. A run with "
-            "backend.ema_cfg={} keeps ema"
-        )
+    for config in saved.recipe.policies.values():
+        kept = [name for name, block in KEPT_BY.items() if config.backend.values.get(block) is not None]
+        known = ["live", *kept, *config.loaded_snapshots, *needs_of(config).snapshots]
+        if weights not in known:
+            raise IncompatibleError(
+                f"--weights {weights}: the run keeps no such weights. It has {', '.join(dict.fromkeys(known))}. A run "
+                f"with {config.backend.path}.ema_cfg={{}} keeps ema"
+            )
 
 
 def check_folder(folder: Path) -> None:
@@ -191,6 +210,6 @@ def quiet_tracker(saved: SavedRun, folder: Path, argv: Sequence[str]) -> Tracker
     check_folder(folder)
     identity = RunIdentity(project=saved.recipe.config.run.project, recipe=saved.recipe.file.name, argv=argv)
     try:
-        return Tracker(RunDirectory(folder, identity))
+        return Tracker(RunDirectory(folder, identity), tracks=tracks_of(saved.recipe))
     except RunDirectoryError as error:
         raise InvalidValueError(str(error)) from error

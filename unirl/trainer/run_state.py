@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -29,11 +29,22 @@ STATE_FILE = "trainer.json"
 """The file of a checkpoint that holds this state."""
 
 
+class Policy(Protocol):
+    """What a checkpoint keeps of a policy: the weights, and the number of their updates."""
+
+    version: int
+
+    @property
+    def backend(self) -> TrainBackend:
+        """Keeps the weights and the optimizer."""
+
+
 @dataclass(kw_only=True)
 class RunState:
-    """Everything that changes between steps, and what it depends on. The backend keeps the weights."""
+    """Everything that changes between steps, and what it depends on. The backends keep the weights."""
 
-    backend: TrainBackend
+    policies: Mapping[str, Policy]
+    """By name; the only policy of a run has the name ""."""
     tracker: Tracker
     stateful: Mapping[str, Stateful]
     """The objects that remember something between steps, by name. Nothing else may remember."""
@@ -50,8 +61,6 @@ class RunState:
     """Writes the recipe into the run directory; called when the directory is known to be the run's own."""
     step: int = 0
     """Steps finished; the number of the step that runs next."""
-    version: int = 0
-    """Optimizer updates done."""
     chosen: dict[str, Any] = field(default_factory=dict)
     """What the run chose for the settings that its recipe leaves open, by key. None: not chosen yet."""
 
@@ -66,10 +75,11 @@ class RunState:
             remembered: what the objects remembered after the last step, if they have moved on since.
         """
         with self.checkpoints.stage(self.step) as folder:
-            self.backend.save(str(folder / "policy"))
+            for name, policy in self.policies.items():
+                policy.backend.save(str(policy_folder(folder, name)))
             state = {
                 "step": self.step,
-                "version": self.version,
+                "versions": {name: policy.version for name, policy in self.policies.items()},
                 "chosen": self.chosen,
                 "stateful": self.remembered() if remembered is None else dict(remembered),
                 "recipe": self.recipe,
@@ -115,7 +125,9 @@ class RunState:
                 f"{checkpoint.path.name} was written in another environment ({', '.join(changed)}): the run continues, "
                 "but its bits may differ from those of an unbroken run"
             )
-        self.backend.load(str(checkpoint.path / "policy"))
+        for name, policy in self.policies.items():
+            policy.backend.load(str(policy_folder(checkpoint.path, name)))
+            policy.version = state["versions"][name] if "versions" in state else state["version"]
         stateful = state["stateful"]
         if stateful.keys() != self.stateful.keys():
             raise ResumeError(
@@ -124,9 +136,14 @@ class RunState:
             )
         for name, item in self.stateful.items():
             item.load_state_dict(stateful[name])
-        self.step, self.version = state["step"], state["version"]
+        self.step = state["step"]
         saved = saved_choices(checkpoint.path)
-        self.chosen = {key: saved.get(key, value) for key, value in self.chosen.items()}
+        self.chosen.update({key: saved[key] for key in self.chosen.keys() & saved.keys()})
+
+
+def policy_folder(checkpoint: Path, policy: str = "") -> Path:
+    """The folder of a checkpoint that holds the weights of a policy; the only policy of a run has the name ""."""
+    return checkpoint / "-".join(filter(None, ("policy", policy)))
 
 
 def read_state(checkpoint: Path) -> State:

@@ -45,6 +45,10 @@ class ModelFacts(ABC):
     def check(self, sampling: Sampling) -> None:
         """Raises ValueError, with the key and the nearest valid value, if the model cannot sample like this."""
 
+    def pinned(self, sampling: Sampling, step: int) -> Sampling:
+        """The settings of the request of training step `step`, with nothing left for the engine to decide."""
+        return sampling
+
     def rows_at_once(self, sampling: Sampling, dtype_bytes: int) -> int:
         """Rows of one forward in rollout on an accelerator, unless the recipe sets `rollout.forward_batch_size`."""
         return ROWS_AT_ONCE
@@ -86,6 +90,18 @@ class LatentFacts(ModelFacts):
     def text_seq_len(self, params: DiffusionSamplingParams) -> int:
         """The number of text tokens."""
         return params.max_sequence_length + self.extra_text_tokens
+
+    def pinned(self, sampling: Sampling, step: int) -> DiffusionSamplingParams:
+        """Chooses the stochastic steps, and takes the schedule of the recipe or else of the model."""
+        params = sampling_as(DiffusionSamplingParams, sampling, f"{self.family} samples with")
+        if params.sigmas is not None:
+            return params.pinned(step, params.sigmas)
+        seq_len = self.image_seq_len(params)
+
+        def levels(num_steps: int) -> tuple[float, ...]:
+            return tuple(self.schedule.sigmas(num_steps, seq_len).tolist())
+
+        return params.pinned(step, levels(params.num_inference_steps), levels)
 
     def check(self, sampling: Sampling) -> None:
         """Raises ValueError unless size and number of frames fit the latents and the guidance is supported."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from unirl.types.batch import Batch, row, shared
@@ -25,6 +25,10 @@ class TrackSpec:
     branch: int = 1
     """Number of samples per row of the parent track."""
     sampling: Sampling
+    weights: str = "live"
+    """The weights to sample from: `live` or the name of a snapshot."""
+    weight_version: int = 0
+    """Number of optimizer updates behind these weights."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -38,10 +42,27 @@ class RolloutReq(Batch):
     tracks: dict[str, TrackSpec] = shared()
     purpose: Purpose = shared()
     step: int = shared()
-    weights: str = shared()
-    """The weights to sample from: `live` or the name of a snapshot."""
-    weight_version: int = shared()
-    """Number of optimizer updates behind these weights."""
+
+    @property
+    def weights(self) -> str:
+        """The weights of the only track. Raises ValueError if there are more."""
+        return self._only_spec().weights
+
+    @property
+    def weight_version(self) -> int:
+        """The version of the weights of the only track. Raises ValueError if there are more."""
+        return self._only_spec().weight_version
+
+    def _only_spec(self) -> TrackSpec:
+        if len(self.tracks) != 1:
+            raise ValueError(f"this request asks for the tracks {sorted(self.tracks)}, not for one")
+        [spec] = self.tracks.values()
+        return spec
+
+    def from_weights(self, weights: str, version: int) -> RolloutReq:
+        """The request with other weights for its only track."""
+        [name] = self.tracks
+        return self.replace(tracks={name: replace(self._only_spec(), weights=weights, weight_version=version)})
 
     def only_track(self, kind: type[SamplingT]) -> tuple[str, SamplingT]:
         """Name and sampling settings of the only track. Raises ValueError if there are more, or of another kind."""

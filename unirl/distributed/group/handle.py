@@ -26,6 +26,8 @@ class Remote:
 
     name: str
     build: Callable[[Siblings], object]
+    num_updates: int | None = None
+    """U of the row layout of its scattered calls; None = that of the pool."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Group(ABC):
         self.num_ranks = num_ranks
         self.deadline_s = deadline_s
         self.marks: dict[str, dict[str, Dispatch]] = {}
+        self.num_updates: dict[str, int] = {}
+        """U of the row layout of the roles that have one of their own."""
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -67,6 +71,8 @@ class Group(ABC):
         """Build a role on every rank, beside its siblings, and return its handle."""
         role_class = self.build(remote)
         self.marks[remote.name] = remote_methods(role_class)
+        if remote.num_updates is not None:
+            self.num_updates[remote.name] = remote.num_updates
         return Handle(self, remote.name, role_class)
 
     @abstractmethod

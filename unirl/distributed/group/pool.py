@@ -51,7 +51,9 @@ class LocalGroup(Group):
         return self.worker.roles.get(role)
 
     def run(self, role: str, method: str, call: Call) -> Any:
-        parts = split_call(f"{role}.{method}", self.marks[role][method], call, 1, self.pool.num_updates)
+        parts = split_call(
+            f"{role}.{method}", self.marks[role][method], call, 1, self.num_updates.get(role, self.pool.num_updates)
+        )
         return parts.merge([self.worker.call(role, method, part, self.pool.step) for part in parts.calls])
 
     def submit(self, role: str, method: str, call: Call) -> PendingCall[Any]:

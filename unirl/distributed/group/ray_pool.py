@@ -88,7 +88,9 @@ class RayGroup(Group):
 
     def submit(self, role: str, method: str, call: Call) -> PendingCall[Any]:
         what = f"{role}.{method}"
-        parts = split_call(what, self.marks[role][method], call, self.num_ranks, self.pool.num_updates)
+        parts = split_call(
+            what, self.marks[role][method], call, self.num_ranks, self.num_updates.get(role, self.pool.num_updates)
+        )
         self.pool.move_rows(parts, self.worker_refs)
         calls = {}
         for worker, part in zip(self.worker_refs, parts.calls, strict=False):  # a rank0 call has one part

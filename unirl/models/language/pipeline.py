@@ -135,8 +135,6 @@ class TextPipeline(Generic[BundleT]):
             tracks={"text": TrackSpec(sampling=params)},
             purpose="eval",
             step=0,
-            weights="live",
-            weight_version=0,
         )
         with torch.no_grad():
             track = self.generate(req, len(texts)).tracks["text"].sampled_as(TextSegment)

@@ -22,7 +22,7 @@ class Qwen3Bundle(LanguageBundle):
     families: ClassVar = {QWEN3.name: QWEN3}
     toys = read_entries(FOLDER / "toy.json")
     published = read_entries(FOLDER / "published.json")
-    shipped: ClassVar = {name: FOLDER / name for name in ("quickstart", "quickstart_teacher")}
+    shipped: ClassVar = {name: FOLDER / name for name in ("quickstart", "quickstart_teacher", "quickstart_rewriter")}
     toy_tokenizer = staticmethod(qwen3_tokenizer)
 
 

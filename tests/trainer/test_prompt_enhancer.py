@@ -1,0 +1,244 @@
+"""Prompt enhancement: rewrites are sampled, drawn and credited as a tree; both policies learn, stop and resume."""
+
+from __future__ import annotations
+
+import json
+import signal
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.run_files import metrics_of
+from unirl.cli.main import main
+from unirl.config.errors import ConfigError, Preempted, RewriteError
+from unirl.config.load import load
+from unirl.plan.preflight import preflight
+from unirl.rollout.engine.composed.engine import rewrite_in
+from unirl.trainer.assemble import build_trainer
+from unirl.types.primitives import Texts
+
+RECIPE = "pe/pe_trainside_pickscore"
+COMMON = ("scale=toy", "num_rollouts=2", "tracking.sample_steps=0", "evaluation.eval_steps=0", "rollout.pe_marker=null")
+
+
+@contextmanager
+def trainer_of(folder: Path, *overrides: str):
+    recipe = load(RECIPE, [*COMMON, f"run.dir={folder}", *overrides])
+    preflight(recipe)
+    with build_trainer(recipe) as trainer:
+        yield trainer
+
+
+def run(folder: Path, *overrides: str) -> list[dict]:
+    with trainer_of(folder, *overrides) as trainer:
+        trainer.train()
+    return metrics_of(folder)
+
+
+def weights_of(folder: Path, step: int = 2) -> dict[str, bytes]:
+    checkpoint = folder / f"checkpoints/checkpoint-{step:06d}"
+    return {
+        policy: (checkpoint / f"policy-{policy}/weights.safetensors").read_bytes() for policy in ("ar", "diffusion")
+    }
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    run(folder, "save_interval=1", "tracking.sample_steps=1")
+    return folder
+
+
+# The composed engine
+
+
+@pytest.mark.parametrize(
+    ("response", "marker", "max_chars", "rewrite"),
+    [
+        ("a red circle", None, None, "a red circle"),
+        (' "a red circle"\n', None, None, "a red circle"),
+        ("\u201ca red circle\u201d", None, None, "a red circle"),
+        ('a "red" circle', None, None, 'a "red" circle'),
+        ('"', None, None, '"'),
+        ('""', None, None, ""),
+        ("thinking... Revised Prompt: a red circle", "Revised Prompt:", None, "a red circle"),
+        ("Revised Prompt: no. Revised Prompt: 'yes'", "Revised Prompt:", None, "yes"),
+        ("thinking", "Revised Prompt:", None, ""),
+        ("Revised Prompt:   ", "Revised Prompt:", None, ""),
+        ("a red circle", None, 5, "a red"),
+        ("a red circle", None, 6, "a red"),
+    ],
+)
+def test_the_rewrite_in_a_response(response, marker, max_chars, rewrite) -> None:
+    assert rewrite_in(response, marker, max_chars) == rewrite
+
+
+def test_a_tree_holds_what_the_two_engines_sample_alone(tmp_path) -> None:
+    with trainer_of(tmp_path) as trainer:
+        prompts = trainer.data.take(2)
+        req = trainer.requests.training(prompts, 0, trainer.publish(0))
+        resp = trainer.rollout.generate(req)
+        engines = {learner.track: learner.roles.rollout for learner in trainer.learners}
+
+        written, drawn = resp.tracks["ar"], resp.tracks["diffusion"]
+        alone = engines["ar"].generate(req.replace(tracks={"ar": req.tracks["ar"]})).tracks["ar"]
+        assert torch.equal(written.segment.tokens, alone.segment.tokens)
+        assert written.sample_ids == req.sample_ids and written.group_ids == req.group_ids
+
+        branch = req.tracks["diffusion"].branch
+        parents = [sample for sample in req.sample_ids for _ in range(branch)]
+        assert branch > 1 and drawn.parent_ids == drawn.group_ids == parents
+        assert drawn.sample_ids == [f"{parent}/diffusion{i % branch}" for i, parent in enumerate(parents)]
+        rewrites = [rewrite_in(text) or text for text in written.decoded.texts for _ in range(branch)]
+        rows = [row for row in range(len(req)) for _ in range(branch)]
+        below = req.select(rows).replace(
+            sample_ids=drawn.sample_ids,
+            group_ids=parents,
+            primitives={"text": Texts(texts=rewrites)},
+            tracks={"diffusion": replace(req.tracks["diffusion"], parent=None, branch=1)},
+        )
+        alone = engines["diffusion"].generate(below).tracks["diffusion"]
+        assert torch.equal(drawn.segment.logp, alone.segment.logp)
+        pixels = [trainer.rollout.preview(track.decoded).pixels for track in (drawn, alone)]
+        assert torch.equal(*pixels)
+
+
+def test_an_empty_rewrite_is_the_original_prompt_and_is_counted(tmp_path) -> None:
+    """No response of random weights has the marker, so every prompt is drawn as it is."""
+    rows = run(tmp_path, "rollout.pe_marker=Revised Prompt:", "num_rollouts=1")
+    assert rows[0]["diffusion/rollout/kept_prompt_ratio"] == 1.0
+    with (
+        pytest.raises(
+            RewriteError, match=r"(?s)'Revised Prompt:' is missing in 8 of 8 responses.*ar.sampling.max_new_tokens"
+        ),
+        trainer_of(tmp_path / "strict", "rollout.pe_marker=Revised Prompt:", "rollout.pe_max_missing=0.9") as trainer,
+    ):
+        trainer.train()
+
+
+# Credit
+
+
+@pytest.mark.parametrize(("rule", "reduced"), [("mean", torch.mean), ("max", torch.amax), ("sum", torch.sum)])
+def test_the_reward_of_a_rewrite_is_that_of_its_images(tmp_path, rule, reduced) -> None:
+    with trainer_of(tmp_path, f"credit={rule}") as trainer:
+        resp = trainer.produce(0)
+    written, drawn = resp.tracks["ar"], resp.tracks["diffusion"]
+    branch = len(drawn) // len(written)
+    torch.testing.assert_close(written.rewards, reduced(drawn.rewards.view(-1, branch), 1))
+    groups = written.rewards.double().view(2, -1)
+    expected = groups - groups.mean(1, keepdim=True)
+    assert (written.advantages.view(2, -1).sign() == expected.sign().float()).all()
+    images = drawn.rewards.double().view(-1, branch)
+    assert torch.allclose(drawn.advantages.view(-1, branch).sum(1), torch.zeros(len(written)), atol=1e-4)
+    assert (drawn.advantages.view(-1, branch).sign() == (images - images.mean(1, keepdim=True)).sign().float()).all()
+
+
+# The loop
+
+
+def test_both_policies_learn_or_only_the_one_that_the_recipe_names(finished, tmp_path) -> None:
+    row = metrics_of(finished)[-1]
+    assert row["ar/train/grad_norm"] > 0 and row["diffusion/train/grad_norm"] > 0
+    assert row["ar/sync/version"] == 1 and row["diffusion/sync/version"] == 2  # updates per step: 1 and 2
+    assert row["rollout/reward_mean"] == row["diffusion/rollout/reward_mean"]
+    before, after = weights_of(finished, 1), weights_of(finished, 2)
+    assert all(before[policy] != after[policy] for policy in before)
+
+    only = run(tmp_path, "trained=[ar]", "save_interval=1")[-1]
+    assert "diffusion/train/loss" not in only and only["ar/train/grad_norm"] > 0
+    before, after = weights_of(tmp_path, 1), weights_of(tmp_path, 2)
+    assert before["ar"] != after["ar"] and before["diffusion"] == after["diffusion"]
+
+
+def test_a_page_shows_the_request_the_rewrite_and_the_image(finished) -> None:
+    page = (finished / "samples/step-000002/samples.md").read_text()
+    rows = [json.loads(line) for line in (finished / "samples/step-000002/manifest.jsonl").read_text().splitlines()]
+    for row in rows:
+        assert row["prompt"] in page and row["facts"]["rewrite"] and row["file"] in page
+
+
+def test_a_run_that_is_stopped_goes_on_bit_for_bit(finished, tmp_path) -> None:
+    with trainer_of(tmp_path, "save_interval=1") as trainer:
+        trainer.request_stop(signal.SIGTERM)
+        with pytest.raises(Preempted):
+            trainer.train()
+    assert run(tmp_path, "save_interval=1") == metrics_of(finished)
+    assert weights_of(tmp_path) == weights_of(finished)
+
+
+@pytest.mark.slow
+def test_two_ray_workers_sample_the_bits_of_one_process(finished, tmp_path) -> None:
+    rows = run(tmp_path, "num_devices=2", "runtime=ray", "save_interval=1")
+    for found, expected in zip(rows, metrics_of(finished), strict=True):
+        for name in ("ar/rollout/response_len_mean", "rollout/reward_mean", "diffusion/rollout/reward_std"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-5), name
+    assert rows[0]["rollout/reward_mean"] == metrics_of(finished)[0]["rollout/reward_mean"]
+
+
+def test_engines_with_weights_of_their_own_take_turns_and_sample_the_same_bits(finished, tmp_path) -> None:
+    """Both engines share the device of the trainer: one sleeps while the other samples."""
+    engine = "{_target_: unirl.rollout.engine.replica.engine.ReplicaRolloutEngine}"
+    sync = "{_target_: unirl.distributed.weight_sync.sync.EngineSync}"
+    blocks = [f"{policy}.{block}" for policy in ("ar", "diffusion") for block in (f"rollout={engine}", f"sync={sync}")]
+    asleep: list[tuple[str, list[str]]] = []
+    with trainer_of(tmp_path, *blocks, "save_interval=1") as trainer:
+        engines = {learner.track: learner.roles.rollout for learner in trainer.learners}
+
+        def watched(track: str) -> None:
+            trainer.phase.turn(track)
+            here = trainer.phase.residencies
+            asleep.append((track, [name for name in engines if "engine" not in here[name].here]))
+
+        trainer.rollout.turn = watched
+        trainer.train()
+    assert asleep == [("ar", ["diffusion"]), ("diffusion", ["ar"])] * 2
+    for found, expected in zip(metrics_of(tmp_path), metrics_of(finished), strict=True):
+        assert found["ar/sync/bytes"] > 0 and found["diffusion/sync/bytes"] > 0
+        same = [name for name in expected if "sync/" not in name and "parity" not in name]
+        assert {name: found[name] for name in same} == {name: expected[name] for name in same}
+    assert weights_of(tmp_path) == weights_of(finished)
+
+
+def test_every_policy_is_exported_and_verified(finished, tmp_path, capsys) -> None:
+    assert main(["export", str(finished), "--out", str(tmp_path / "out")]) == 0
+    assert sorted(str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").glob("*/*")) == [
+        "ar/peft",
+        "diffusion/diffusers-lora",
+        "diffusion/peft",
+    ]
+    assert main(["sample", str(finished), "-p", "a red circle", "--out", str(tmp_path / "drawn")]) == 0
+
+
+def test_the_seed_of_a_run_is_that_of_both_policies() -> None:
+    recipe = load(RECIPE, ["scale=toy", "sampling.seed=7"])
+    assert {name: policy.seed for name, policy in recipe.policies.items()} == {"ar": 7, "diffusion": 7}
+    assert recipe.composed.why("diffusion.sampling.seed")[0].source == "command line"
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("override", "code", "says"),
+    [
+        ("~ar", 2003, "ar is required"),
+        ("~diffusion.sampling", 2003, "diffusion.sampling is required"),
+        ("ar.sampling.tempurature=1", 2003, "ar.sampling.temperature"),
+        ("trained=[]", 2004, "trained is empty"),
+        ("rollout.pe_instruction=Improve", 2004, "{prompt}"),
+        ("rollout.pe_marker=''", 2004, "pe_marker is empty"),
+        ("refill={}", 2020, "~refill"),
+        ("evaluation.samples_per_promt=2", 2003, "samples_per_prompt"),
+        ("diffusion.algorithm._target_=unirl.algorithms.drtune.DRTune", 2020, "DiffusionGRPO"),
+        ("diffusion.sampling.height=33", 2004, "diffusion: sampling.height=33"),
+        ("ar.algorithm._target_=unirl.algorithms.diffusion_grpo.DiffusionGRPO", 2020, "ar: DiffusionGRPO"),
+    ],
+)
+def test_mistakes_are_refused_at_check_time(override, code, says, tmp_path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        preflight(load(RECIPE, [*COMMON, f"run.dir={tmp_path}", override]))
+    assert refused.value.code == code and says in str(refused.value)

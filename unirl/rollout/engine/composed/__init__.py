@@ -1,0 +1,1 @@
+"""Engines of several policies, composed: a language model rewrites prompts, a diffusion model draws them."""

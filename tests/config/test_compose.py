@@ -235,7 +235,9 @@ def test_overrides_that_cannot_be_meant_are_refused(examples, override, code):
 
 
 def test_the_error_for_a_replaced_block_says_what_to_write(examples):
-    assert "sampling.kernel.eta=dance" in str(refused(examples, "base", "sampling.kernel=dance"))
+    assert "(sampling.kernel.eta=...), or replace the block: sampling.kernel='{_target_: package.Class}'" in str(
+        refused(examples, "base", "sampling.kernel=dance")
+    )
 
 
 def test_one_item_of_a_list_cannot_be_set(examples):

@@ -109,7 +109,7 @@ def _way_to_set(path: str, value: object, keys: Sequence[str]) -> str:
         return "Another reward is a class: reward.backend='{_target_: ...}'. `unirl reward ls NAME` prints it"
     if "path" in keys:
         return f"Set one of its keys: {path}.path={value}"
-    return f"Set one of its keys, {path}.<key>=..., or replace the block: {path}='{{_target_: package.Class}}'"
+    return f"Set one of its keys ({path}.{keys[0]}=...), or replace the block: {path}='{{_target_: package.Class}}'"
 
 
 def _all_paths(tree: Tree, path: str = "") -> Iterator[str]:

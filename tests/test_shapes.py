@@ -7,7 +7,7 @@ import pytest
 import torch
 from beartype.roar import BeartypeCallHintViolation
 
-from tests.shapes import ANNOTATED, DTYPES, unchecked
+from tests.shapes import ANNOTATED, DTYPES, checked, unchecked
 from tests.source_tree import Module, modules
 from unirl.algorithms.shared.surrogate import mean_metric
 from unirl.models.language.sampling import sample_tokens
@@ -15,6 +15,7 @@ from unirl.sde.gaussian import Gaussian
 from unirl.sde.kernels import EulerODE
 from unirl.types.sampling import ARSamplingParams
 
+Float = DTYPES["Float"]  # for an annotation below
 SHAPE = re.compile(rf"\b(?:{'|'.join(DTYPES)})\[Tensor, '[^']*'\]")
 
 
@@ -74,3 +75,15 @@ def test_sampling_needs_one_uniform_number_per_slot():
 def test_a_function_behind_no_grad_is_checked():
     with pytest.raises(BeartypeCallHintViolation, match="parameter weights"):
         mean_metric(torch.zeros(3), torch.ones(2))
+
+
+def test_a_result_of_another_shape_is_refused_although_such_arguments_were_accepted_before():
+    def positive(x):
+        return x[x > 0]
+
+    positive.__annotations__ = dict.fromkeys(("x", "return"), "Float[torch.Tensor, 'N']")
+    function = checked(positive)
+    for _ in range(2):
+        assert function(torch.ones(3)).shape == (3,)
+    with pytest.raises(BeartypeCallHintViolation, match="return"):
+        function(torch.tensor([1.0, -1.0, 1.0]))

@@ -15,7 +15,7 @@ from unirl.config.failures import Session
 from unirl.trainer.run_folder import continuation
 
 RECIPE = "diffusion/quickstart"
-PROMISES = {RECIPE: 0.15, "llm/quickstart": 0.2, "vlm/quickstart": 0.1}
+PROMISES = {RECIPE: 0.15, "llm/quickstart": 0.2, "vlm/quickstart": 0.1, "pe/quickstart": 0.2}
 """Smallest rise of the held-out reward for any seed, by recipe. Other recipes must not fall."""
 NEUTRAL = ("sampling.seed=", "run.", "tracking.", "save_interval=", "keep_checkpoints=", "resume=")
 """Settings that do not affect the expected rise."""

@@ -1,0 +1,188 @@
+"""Two policies learn together: a chooser of tokens, and a flow that draws what was chosen. The optimum is known.
+
+The flow draws arm k as N(m_k, s^2) in the plane. Prompt p wants the point m_p + d. A sample x is rewarded by
+-|x - m_p - d|^2, so the chooser must learn arm p for prompt p, and the flow must learn to draw every arm shifted by d.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.tokens import PromptNumber, TableStage, TokenSampling, TokenTable
+from unirl.algorithms.ar_grpo import ARGRPO
+from unirl.algorithms.diffusion_grpo import DiffusionGRPO
+from unirl.algorithms.shared.advantages import GroupAdvantage
+from unirl.models.denoising.stage import DiffusionStage
+from unirl.sde.kernels import FlowSDEStrategy
+from unirl.sde.noise import NoiseSource
+from unirl.testing.toy import toy_facts
+from unirl.train.backend.base import OptimizerConfig
+from unirl.train.backend.fsdp import FSDPBackend
+from unirl.train.stack import TrainStack
+from unirl.types.conditions import Conditions
+from unirl.types.facts import LatentFacts
+from unirl.types.rollout_req import child_ids
+from unirl.types.rollout_resp import RolloutResp, RolloutTrack
+from unirl.types.sampling import DiffusionSamplingParams
+
+ARMS, CHOICES, DRAWN, T, STEPS = 4, 8, 4, 8, 80
+STD = 0.2
+MEANS = 1.5 * torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0], [0.0, -1.0]])  # [ARMS, 2]
+SHIFT = torch.tensor([0.4, 0.3])
+WANTED = MEANS + SHIFT  # by prompt
+
+# The expected rewards of a sample, in closed form. The points of the arms sum to zero.
+NOISE = 2 * STD**2
+START = -float((MEANS[:, None] - WANTED).square().sum(2).mean()) - NOISE
+CHOSEN = -float(SHIFT.square().sum()) - NOISE
+"""Of the best chooser with the untrained flow."""
+DRAWN_BLINDLY = -float((WANTED - WANTED.mean(0)).square().sum(1).mean())
+"""Of the best flow with a chooser that knows nothing: it draws the mean of all points that may be wanted."""
+BEST = 0.0
+"""Of the best policies together."""
+
+
+class ArmFlow(nn.Module):
+    """v(x, sigma, k) = the exact velocity of N(m_k, s^2) + net(x, sigma, k), net zero at first."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3 + ARMS, 32), nn.Tanh(), nn.Linear(32, 2))
+        with torch.no_grad():
+            for i, parameter in enumerate(self.net.parameters()):
+                parameter.normal_(std=0.5 * (i == 0), generator=torch.Generator().manual_seed(100 * seed + i))
+
+    def velocity(self, x: Tensor, sigma: Tensor, conditions: Conditions) -> Tensor:
+        arm = conditions["arm"]
+        assert isinstance(arm, PromptNumber)
+        level = sigma[:, None]
+        residual = x - (1 - level) * MEANS[arm.number]
+        variance = ((1 - level) * STD) ** 2 + level**2
+        exact = level / variance * residual - MEANS[arm.number] - (1 - level) * STD**2 / variance * residual
+        inputs = [x, level, nn.functional.one_hot(arm.number, ARMS).to(x)]
+        return exact + self.net(torch.cat(inputs, dim=1))
+
+    @property
+    def facts(self) -> LatentFacts:
+        return replace(toy_facts(batch_multiple=1), latent_channels=2, text_width=None)
+
+    def trainable(self) -> nn.Module:
+        return self
+
+
+@dataclass
+class Pair:
+    """A chooser that knows nothing and an exact flow, each with its loss and its optimizer."""
+
+    seed: int
+
+    def __post_init__(self) -> None:
+        table, flow = TokenTable(ARMS, prompts=ARMS), ArmFlow(self.seed)
+        self.chooser, self.drawer = TableStage(table), DiffusionStage(flow, flow.facts)
+        choose = FSDPBackend(table, self.seed, optimizer_cfg=OptimizerConfig(learning_rate=0.05))
+        draw = FSDPBackend(flow, self.seed, optimizer_cfg=OptimizerConfig(learning_rate=3e-3))
+        steps = DiffusionGRPO(clip_range=0.05, steps_per_forward=T - 1)
+        self.stacks = {
+            "ar": TrainStack(choose, ARGRPO(), self.chooser, micro_batch_size=ARMS * CHOICES),
+            "diffusion": TrainStack(draw, steps, self.drawer, micro_batch_size=ARMS * CHOICES * DRAWN),
+        }
+        sigmas = tuple(flow.facts.schedule.sigmas(T, 1).tolist())
+        self.params = DiffusionSamplingParams(
+            kernel=FlowSDEStrategy(eta=0.7), num_inference_steps=T, seed=self.seed
+        ).pinned(0, sigmas)
+
+    def rollout(self, step: int) -> RolloutResp:
+        """CHOICES arms of every prompt and DRAWN samples of each, with the reward of each sample."""
+        noise = NoiseSource(self.seed, "r", step)
+        groups = [f"p{p}@{step}" for p in range(ARMS) for _ in range(CHOICES)]
+        ids = [f"{group}:{i % CHOICES}" for i, group in enumerate(groups)]
+        prompts = torch.arange(ARMS).repeat_interleave(CHOICES)
+        conditions: Conditions = {"prompt": PromptNumber(number=prompts)}
+        chosen = self.chooser.sample(conditions, TokenSampling(max_new_tokens=1, ends=False), noise, ids)
+        parents = [sample for sample in ids for _ in range(DRAWN)]
+        below = child_ids(ids, "diffusion", DRAWN)
+        arms: Conditions = {"arm": PromptNumber(number=chosen.tokens.repeat_interleave(DRAWN))}
+        with torch.no_grad():
+            drawn = self.drawer.sample(arms, noise.normal(below, "x", (2,)), self.params, noise, below)
+        rewards = -(drawn.final - WANTED[prompts.repeat_interleave(DRAWN)]).square().sum(1)
+        written = track(ids, groups, conditions, chosen)
+        images = track(below, parents, arms, drawn).replace(parent_track="ar", parent_ids=parents, rewards=rewards)
+        return RolloutResp({"ar": written, "diffusion": images})
+
+    def train(
+        self, credit: Callable[[RolloutResp], RolloutResp], trained: tuple[str, ...] = ("ar", "diffusion")
+    ) -> float:
+        """The mean reward of the last five steps."""
+        rewards = []
+        for step in range(STEPS):
+            resp = self.rollout(step)
+            rewards.append(float(resp.tracks["diffusion"].rewards.mean()))
+            resp = credit(resp)
+            for name in trained:
+                self.stacks[name].train_track(resp.tracks[name])
+        return sum(rewards[-5:]) / 5
+
+
+def track(ids, groups, conditions, segment) -> RolloutTrack:
+    return RolloutTrack(
+        sample_ids=ids,
+        group_ids=groups,
+        conditions=conditions,
+        segment=segment,
+        weight=torch.ones(len(ids)),
+        weight_version=torch.zeros(len(ids), dtype=torch.int64),
+    )
+
+
+def credited(resp: RolloutResp) -> RolloutResp:
+    """As the loop does it: the mean reward of the samples of a choice, and groups on both tracks."""
+    resp = resp.propagate_rewards("mean")
+    for name, each in resp.tracks.items():
+        resp = resp.with_track(name, each.compute_advantages(GroupAdvantage(), name=name)[0])
+    return resp
+
+
+def to_the_wrong_parents(resp: RolloutResp) -> RolloutResp:
+    """The rewards of the samples credit the next choice of the prompt, not their own."""
+    resp = resp.propagate_rewards("mean")
+    written = resp.tracks["ar"]
+    shifted = written.rewards.view(ARMS, CHOICES).roll(1, dims=1).flatten()
+    return credited(resp.with_track("ar", written.replace(rewards=shifted)))
+
+
+def share(reward: float, of: float) -> float:
+    """The share of the rise from the start to the closed form `of`."""
+    return (reward - START) / (of - START)
+
+
+def test_the_start_is_the_closed_form() -> None:
+    rewards = torch.cat([Pair(seed).rollout(0).tracks["diffusion"].rewards for seed in range(8)])
+    assert float(rewards.mean()) == pytest.approx(START, rel=0.1)  # steps of finite size widen the samples a little
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_both_policies_reach_most_of_the_best_joint_reward(seed: int) -> None:
+    reward = Pair(seed).train(credited)
+    assert share(reward, BEST) >= 0.9
+    assert reward > max(CHOSEN, DRAWN_BLINDLY)  # more than either could reach alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("trained", "best"), [("ar", CHOSEN), ("diffusion", DRAWN_BLINDLY)])
+def test_one_policy_alone_reaches_its_own_optimum_and_no_more(trained: str, best: float) -> None:
+    reward = Pair(1).train(credited, (trained,))
+    # GRPO divides advantages by the deviation of their group, so a flow alone weighs near and far points alike.
+    assert share(reward, best) >= (0.9 if trained == "ar" else 0.5)
+    assert reward <= best
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_credit_for_the_wrong_choice_does_not(seed: int) -> None:
+    assert share(Pair(seed).train(to_the_wrong_parents), BEST) < 0.6

@@ -65,6 +65,15 @@ def test_sheet_has_a_light_margin_all_around():
                 assert (frame == BACKGROUND).all()
 
 
+def test_a_comparison_of_many_prompts_shows_evenly_spaced_ones():
+    """Prompt k has the colour k; 18 of 24 are 0, 1, 2, 4, 5, 6, 8, ..."""
+    image = np.asarray(before_after([[0.5]] * 24))
+    shown = [k for k in range(24) if (image == [250, 10 * k, 5]).all(axis=2).any()]
+    assert shown == [24 * place // 18 for place in range(18)]
+    few = np.asarray(before_after([[0.5]] * 18))
+    assert all((few == [250, 10 * k, 5]).all(axis=2).any() for k in range(18))
+
+
 def before_after(rewards: list[list[float]]) -> Image.Image:
     return before_after_sheet(table(rewards), table(rewards), ("before", "after"), "t")
 

@@ -40,6 +40,8 @@ BETWEEN = 36
 """Pixels between blocks that are side by side."""
 PAGE, MIN_WIDTH = 1330, 560
 MAX_GROUPS = 64
+MAX_COMPARED = 18
+"""Prompts on a before/after sheet, which should fit a screen or two. Of more, as many are taken evenly."""
 MAX_PER_ROW = 8
 FEWEST_SHOWN = 2
 """Smallest number of samples per prompt on a before/after sheet, even if only one tile fits into a row."""
@@ -154,9 +156,12 @@ def before_after_sheet(
     """One row per prompt, with samples before training on the left and after it on the right.
 
     Samples keep their order, so the k-th samples on both sides have the same noise. If a prompt has more samples than
-    fit, the first ones are shown; the means include all. Means are coloured only if they changed by more than noise.
+    fit, the first ones are shown; the means include all. Of more prompts than `MAX_COMPARED`, evenly spaced ones are
+    shown. Means are coloured only if they changed by more than noise.
     """
-    pairs = pairs_of(before, after)[:MAX_GROUPS]
+    every = pairs_of(before, after)
+    count = min(len(every), MAX_COMPARED)
+    pairs = [every[len(every) * place // count] for place in range(count)]
     sides = [Side(table, table.media.tiles(), name) for table, name in zip((before, after), names, strict=True)]
     across = _widest(sides).across // 2
     shown = min(max(len(old.rows) for old, _ in pairs), max(across, FEWEST_SHOWN))
@@ -170,7 +175,8 @@ def before_after_sheet(
         for old, new in pairs
     ]
     change = f"mean reward {before.mean_reward:.3f} to {after.mean_reward:.3f}"
-    summary = f"evaluation prompts, same noise; {change}{_also(sides[1].tiles.about)}"
+    more = f", {count} of {len(every)} prompts shown" if count < len(every) else ""
+    summary = f"evaluation prompts, same noise{more}; {change}{_also(sides[1].tiles.about)}"
     return _sheet(sides, blocks, min(shown, max(across, 1)), (title, summary))
 
 

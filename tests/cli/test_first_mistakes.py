@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import threading
 
 import pytest
 from safetensors import SafetensorError
@@ -174,12 +175,13 @@ def test_the_end_of_rays_control_process_ends_the_run_with_words_of_ours(monkeyp
         raise Ended(status)
 
     monkeypatch.setattr(os, "_exit", ended)
+    monkeypatch.setattr(ray_cluster, "_is_shutting_down", threading.Event())  # a test before may have ended Ray
     child = os.posix_spawn("/bin/true", ["true"], {})
     with pytest.raises(Ended, match="10"):
         ray_cluster.end_without(child)
     assert "error[10001]: Ray's control process" in capsys.readouterr().err
     os.waitpid(child, 0)
-    monkeypatch.setattr(ray_cluster._is_shutting_down, "is_set", lambda: True)
+    ray_cluster._is_shutting_down.set()
     child = os.posix_spawn("/bin/true", ["true"], {})
     ray_cluster.end_without(child)
     os.waitpid(child, 0)

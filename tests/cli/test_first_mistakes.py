@@ -133,7 +133,7 @@ def test_a_folder_that_cannot_be_written_is_named(number):
 def test_an_export_replaces_no_other_export_and_goes_into_no_file(tmp_path, monkeypatch):
     (tmp_path / "export/peft").mkdir(parents=True)
     with pytest.raises(InvalidValueError, match="already holds an export"):
-        refuse_replacing(tmp_path / "export")
+        refuse_replacing([tmp_path / "export"])
     check_folder(tmp_path / "export")
     check_folder(tmp_path / "new/folder")
     (tmp_path / "file").touch()

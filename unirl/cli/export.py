@@ -30,7 +30,11 @@ def run(argv: list[str], session: Session) -> int:
     parser.option("--format", choices=EXPORTS, action="append", help="default: the adapters' formats, or full")
     parser.option("--weights", default="live", metavar="NAME", help="live (default), or a snapshot such as ema")
     parser.option("--out", metavar="DIR", help="default: RUN/export/<checkpoint>")
-    parser.option("--push-to-hub", metavar="OWNER/NAME", help="upload the (first) format with its model card")
+    parser.option(
+        "--push-to-hub",
+        metavar="OWNER/NAME",
+        help="upload the (first) format with its model card; of a run of several policies, each into OWNER/NAME-POLICY",
+    )
     parser.option("--public", action="store_true", help="a repository that is made for it is public (default: private)")
     options = parser.parse(argv)
     if options.public and options.push_to_hub is None:
@@ -42,8 +46,10 @@ def run(argv: list[str], session: Session) -> int:
     for line in lines_of(files):
         print(line)
     if options.push_to_hub is not None:
-        folder = folder_of(files[0])
-        print(f"pushed           {folder} to {push(folder, options.push_to_hub, private=not options.public)}")
+        for policy in dict.fromkeys(file.policy for file in files):
+            folder = folder_of(next(file for file in files if file.policy == policy))
+            repo = "-".join(filter(None, (options.push_to_hub, policy)))
+            print(f"pushed           {folder} to {push(folder, repo, private=not options.public)}")
     return 0
 
 

@@ -44,6 +44,8 @@ class ExportedFile:
     path: Path
     difference: float | None
     """Largest difference between our sampler and the home library with the file; None where that has no loader."""
+    policy: str = ""
+    """The policy, in a run of several."""
 
 
 def export_checkpoint(
@@ -58,7 +60,7 @@ def export_checkpoint(
     Args:
         texts: the prompts on which both sides are compared.
         formats: None writes the usual ones: adapters in all formats that the model has, or the whole model.
-        weights: `live`, or the name of a snapshot.
+        weights: `live`, or the name of a snapshot. Policies that were not trained are left out.
         folder: None writes into the run's `export/<checkpoint>`. Any other folder must not hold an export already.
 
     Raises:
@@ -69,13 +71,12 @@ def export_checkpoint(
     checkpoint = saved.checkpoint.path
     own = checkpoint.parent.parent / "export" / checkpoint.name
     check_folder(own if folder is None else folder)
+    policies = [policy for policy in saved.policies() if policy.policy in saved.recipe.trained]
     if folder is not None:
-        refuse_replacing(folder)
+        refuse_replacing([folder / policy.policy for policy in policies])
     folder = own if folder is None else folder
     with in_use(threads_of(saved.recipe.config)):
-        files = [
-            file for policy in saved.policies() for file in _export_policy(policy, texts, formats, weights, folder)
-        ]
+        files = [file for policy in policies for file in _export_policy(policy, texts, formats, weights, folder)]
     if not files:
         names = " and ".join(policy.pipeline.class_name for policy in saved.recipe.policies.values())
         raise InvalidValueError(f"no model of {names} has the format {' or '.join(formats or ())}")
@@ -96,13 +97,15 @@ def _export_policy(
             path = exporter.write(place, name, weights)
         difference = exporter.verify(place, name, texts, sampling, weights)
         write_card(place, saved, name, difference, weights)
-        yield ExportedFile(f"{saved.policy} {name}".lstrip(), path, difference)
+        yield ExportedFile(f"{saved.policy} {name}".lstrip(), path, difference, saved.policy)
 
 
-def refuse_replacing(folder: Path) -> None:
-    """Refuses a folder that holds an export already, which may be that of another run."""
-    taken = [name for name in EXPORTS for place in (folder, *folder.glob("*")) if (place / name).exists()]
-    if taken:
+def refuse_replacing(folders: Sequence[Path]) -> None:
+    """Refuses folders that hold an export already, which may be that of another run."""
+    for folder in folders:
+        taken = [name for name in EXPORTS if (folder / name).exists()]
+        if not taken:
+            continue
         raise InvalidValueError(
             f"--out {folder} already holds an export ({', '.join(taken)}), which is not replaced. Choose another "
             "folder, or remove it"

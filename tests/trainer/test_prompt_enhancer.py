@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,11 +14,15 @@ import torch
 
 from tests.run_files import metrics_of
 from unirl.cli.main import main
-from unirl.config.errors import ConfigError, Preempted, RewriteError
+from unirl.config.errors import Preempted, RewriteError, UniRLError
 from unirl.config.load import load
+from unirl.config.recipe import keys_of_policy, said_of_policy
+from unirl.config.schema import dotted_name
 from unirl.plan.preflight import preflight
 from unirl.rollout.engine.composed.engine import rewrite_in
+from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
 from unirl.trainer.assemble import build_trainer
+from unirl.trainer.export import refuse_replacing
 from unirl.types.primitives import Texts
 
 RECIPE = "pe/pe_trainside_pickscore"
@@ -137,6 +142,21 @@ def test_the_reward_of_a_rewrite_is_that_of_its_images(tmp_path, rule, reduced) 
     assert (drawn.advantages.view(-1, branch).sign() == (images - images.mean(1, keepdim=True)).sign().float()).all()
 
 
+def test_a_request_with_an_image_that_has_no_reward_trains_neither_policy(tmp_path) -> None:
+    reward = "reward.backend={_target_: tests.trainer.faulty.Poisoned, share: 0.05}"
+    budget = "+reward.on_failure={max_dropped_fraction: 0.9}"
+    with trainer_of(tmp_path, "plugins=[tests]", "batch_size=4", reward, budget) as trainer:
+        resp = trainer.produce(0)
+        trainer.learn(0, resp)
+    written, drawn = resp.tracks["ar"], resp.tracks["diffusion"]
+    lost = {group for group, score in zip(resp.root_groups("diffusion"), drawn.rewards, strict=True) if score.isnan()}
+    assert 0 < len(lost) < 4
+    for name, track in (("ar", written), ("diffusion", drawn)):
+        assert [bool(weight) for weight in track.weight] == [group not in lost for group in resp.root_groups(name)]
+        assert track.advantages.isfinite().all()
+    assert all(learner.version > 0 for learner in trainer.learners)
+
+
 # The loop
 
 
@@ -234,11 +254,92 @@ def test_the_seed_of_a_run_is_that_of_both_policies() -> None:
         ("refill={}", 2020, "~refill"),
         ("evaluation.samples_per_promt=2", 2003, "samples_per_prompt"),
         ("diffusion.algorithm._target_=unirl.algorithms.drtune.DRTune", 2020, "DiffusionGRPO"),
-        ("diffusion.sampling.height=33", 2004, "diffusion: sampling.height=33"),
+        ("diffusion.sampling.height=33", 2004, "diffusion.sampling.height=33 is not"),
+        ("sampling.height=64", 2003, "Write diffusion.sampling.height"),
+        ("sampling.hieght=64", 2003, "Its blocks are ar.sampling and diffusion.sampling"),
+        ("stack.num_updates_per_batch=2", 2003, "Write ar.stack.num_updates_per_batch or diffusion.stack.num_"),
+        ("backend.lora_cfg.rank=4", 2003, "Write ar.backend.lora_cfg.rank or diffusion.backend.lora_cfg.rank"),
+        ("rollout.forward_batch_size=4", 2003, "ar.rollout.forward_batch_size or diffusion.rollout.forward_batch_size"),
+        ("rollout.pe_markr=x", 2003, "Did you mean 'rollout.pe_marker'"),
+        ("evaluation.weights=ema", 2020, "Write ar.backend.ema_cfg={}"),
+        ("ar.bundle.path=/nope", 4001, "in ar.bundle.path=..."),
+        ("trainer._target_=unirl.trainer.diffusion.DiffusionTrainer", 2020, "Leave the trainer block out"),
         ("ar.algorithm._target_=unirl.algorithms.diffusion_grpo.DiffusionGRPO", 2020, "ar: DiffusionGRPO"),
     ],
 )
 def test_mistakes_are_refused_at_check_time(override, code, says, tmp_path) -> None:
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(UniRLError) as refused:
         preflight(load(RECIPE, [*COMMON, f"run.dir={tmp_path}", override]))
     assert refused.value.code == code and says in str(refused.value)
+
+
+def test_counts_that_do_not_divide_are_those_of_the_recipe() -> None:
+    with pytest.raises(UniRLError) as refused:
+        preflight(load(RECIPE, [*COMMON, "batch_size=8", "diffusion.stack.num_updates_per_batch=5"]))
+    assert "(batch_size 8 x 4 rewrites x samples_per_prompt 4 " in str(refused.value)
+    assert "Use diffusion.stack.num_updates_per_batch=4|8 or batch_size=5|10 or" in str(refused.value)
+
+
+def test_the_engine_of_one_policy_composes_none() -> None:
+    with pytest.raises(
+        UniRLError, match=r"TrainsideRolloutEngine is the engine of one policy.*Leave rollout._target_ out"
+    ):
+        preflight(load("pe/quickstart", [f"rollout._target_={dotted_name(TrainsideRolloutEngine)}"]))
+
+
+def test_the_blocks_of_two_policies_are_none_of_a_recipe_of_one() -> None:
+    with pytest.raises(UniRLError, match="unknown key 'ar'"):
+        load("diffusion/quickstart", ["ar.sampling.temperature=1"])
+    with pytest.raises(UniRLError, match="PETrainer trains several policies, and this recipe has one"):
+        preflight(load("diffusion/quickstart", ["trainer._target_=unirl.trainer.pe.PETrainer"]))
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("Set stack.micro_batch_size=2", "Set ar.stack.micro_batch_size=2"),
+        ("Write backend.ema_cfg={}, or ~backend.lora_cfg", "Write ar.backend.ema_cfg={}, or ~ar.backend.lora_cfg"),
+        ("sync={_target_: x}", "ar.sync={_target_: x}"),
+        ("rollout._target_=unirl.rollout.engine.X", "ar.rollout._target_=unirl.rollout.engine.X"),
+        ("ar.stack.x, diffusion.stack.y, placement.rollout=0", "ar.stack.x, diffusion.stack.y, placement.rollout=0"),
+        ("the pipeline. The stack", "the pipeline. The stack"),
+    ],
+)
+def test_a_text_about_a_policy_has_the_keys_of_the_recipe(text, named) -> None:
+    assert keys_of_policy(text, "ar") == named
+    assert keys_of_policy(text, "") == said_of_policy(text, "") == text
+
+
+def test_a_notice_about_a_shared_setting_is_given_once_and_names_no_policy(tmp_path) -> None:
+    [notice] = preflight(load(RECIPE, [*COMMON, f"run.dir={tmp_path}", "weight_sync_interval=2"])).notices
+    assert notice.startswith("weight_sync_interval=2")
+
+
+def test_the_plan_of_a_policy_names_its_keys(capsys) -> None:
+    assert main(["plan", RECIPE, "scale=toy"]) == 0
+    _, ar, diffusion = re.split(r"^(?:ar|diffusion)$", capsys.readouterr().out, flags=re.MULTILINE)
+    assert "(ar.stack.micro_batch_size)" in ar and "(diffusion.stack.micro_batch_size)" in diffusion
+    assert "2 prompts x 4 rewrites x 4 samples = 32 samples per step" in diffusion
+
+
+def test_the_banner_has_the_counts_of_both_policies(finished) -> None:
+    banner = (finished / "logs/console.log").read_text()
+    assert "ar: 2 prompts x 4 samples = 8 samples" in banner
+    assert "diffusion: 2 prompts x 4 rewrites x 4 samples = 32 samples" in banner
+
+
+# Policies that are not trained
+
+
+def test_a_policy_that_is_not_trained_keeps_no_average_and_is_not_exported(tmp_path, capsys) -> None:
+    settings = ("trained=[ar]", "ar.backend.ema_cfg={}", "evaluation.weights=ema", "evaluation.eval_steps=1")
+    run(tmp_path / "run", *settings, "num_rollouts=1")
+    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--weights", "ema"]) == 0
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["ar"]
+
+
+def test_an_export_beside_those_of_other_runs_is_not_refused(tmp_path) -> None:
+    (tmp_path / "other/peft").mkdir(parents=True)
+    refuse_replacing([tmp_path])
+    with pytest.raises(UniRLError, match="already holds an export"):
+        refuse_replacing([tmp_path / "other"])

@@ -12,6 +12,7 @@ from unirl.cli.arguments import parse_recipe, recipe_parser
 from unirl.cli.check import checked
 from unirl.config.failures import Session
 from unirl.config.load import Recipe
+from unirl.config.recipe import keys_of_policy
 from unirl.plan import cost
 from unirl.plan.devices import Device, device_named
 from unirl.plan.fit import best_changes, moment_peaks, usable
@@ -55,7 +56,7 @@ def show_plan(name: str, overrides: Sequence[str], as_json: bool = False, device
         print(json.dumps(facts if len(facts) > 1 else next(iter(facts.values())), indent=1))
     else:
         texts = [
-            f"{name}\n{plan_text(policy, device)}" if name else plan_text(policy, device)
+            f"{name}\n{keys_of_policy(plan_text(policy, device), name)}" if name else plan_text(policy, device)
             for name, policy in policies.items()
         ]
         if len(texts) > 1:

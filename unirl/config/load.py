@@ -17,9 +17,9 @@ from unirl.config.errors import ConfigError, InvalidValueError, UnknownKeyError,
 from unirl.config.foreign_keys import refuse_layout_keys
 from unirl.config.merge import ConfigLayer, Tree, get, join, leaves, put
 from unirl.config.node import Node
-from unirl.config.recipe import EnhancerConfig, RecipeConfig, recipe_class
+from unirl.config.recipe import POLICY_BLOCKS, EnhancerConfig, RecipeConfig, prefixes, recipe_class
 from unirl.config.recipe_files import RecipeFile, search_path
-from unirl.config.schema import schema_of
+from unirl.config.schema import Schema, schema_of
 from unirl.config.targets import check_plugins, find_target
 from unirl.config.toy import toy_layer
 from unirl.config.values import ReadContext, read
@@ -101,6 +101,7 @@ def check(composed: ComposedConfig) -> Recipe:
     try:
         root = check_node(tree, recipe_class(tree), plugins=plugins, where=composed.where)
     except UnknownKeyError as error:
+        error = _with_policy(error, composed, plugins)
         raise error if error.hinted else _with_hint(error, composed, plugins) from None
     settings: RecipeConfig | EnhancerConfig = build(root)
     if isinstance(settings, EnhancerConfig):
@@ -117,6 +118,33 @@ def _refuse_empty_variables(composed: ComposedConfig) -> None:
                     f"{path} is read from the environment variable {name}, which is set but empty. Give it a value, or "
                     f"unset it: unset {name}"
                 )
+
+
+def _with_policy(error: UnknownKeyError, composed: ComposedConfig, plugins: tuple[str, ...]) -> UnknownKeyError:
+    """The error with the keys to write, for a key of a policy without the policy's name; else the error itself."""
+    tree = composed.resolved()
+    policies, block = prefixes(tree), error.path.partition(".")[0]
+    if policies == ("",) or block not in POLICY_BLOCKS:
+        return error
+    schemas = schemas_of(tree, plugins)
+    below = get(tree, error.path)
+    path = (
+        next((join(error.path, key) for key, _ in leaves(below)), error.path) if isinstance(below, dict) else error.path
+    )
+    keys = [policy + path for policy in policies if _is_key(policy + path, schemas)]
+    if block in schemas and not keys:  # a mistyped key of a block that stands at the top level as well
+        return error
+    write = (
+        f"Write {' or '.join(keys)}" if keys else f"Its blocks are {' and '.join(each + block for each in policies)}"
+    )
+    text = f"unknown key '{path}'{composed.where(path)}: this recipe has two policies. {write}"
+    return UnknownKeyError(text, error.path, hinted=True)
+
+
+def _is_key(path: str, schemas: Mapping[str, Schema]) -> bool:
+    """True for a key that the nearest known block above it has."""
+    parent, _, name = path.rpartition(".")
+    return name in schemas[parent].keys if parent in schemas else bool(parent) and _is_key(parent, schemas)
 
 
 def _with_hint(error: UnknownKeyError, composed: ComposedConfig, plugins: tuple[str, ...]) -> UnknownKeyError:

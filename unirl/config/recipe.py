@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -223,6 +224,11 @@ class RecipeConfig(RunSettings, PolicyConfig):
         """The recipe itself, under the name "": it has one policy."""
         return {"": self}
 
+    @property
+    def parents_per_prompt(self) -> int:
+        """Samples of the parent track for each prompt of the data; 1 for the policy of a root track."""
+        return 1
+
     # Keys of blocks that the trainer and the plan read. Code that needs another key adds a property here.
 
     @property
@@ -313,6 +319,19 @@ class RecipeConfig(RunSettings, PolicyConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChildConfig(RecipeConfig):
+    """A recipe as the policy of a child track sees it. Its `batch_size` counts the samples of the parent track."""
+
+    parent: RecipeConfig
+    """The recipe as the policy of the parent track sees it."""
+
+    @property
+    def parents_per_prompt(self) -> int:
+        """Samples of the parent track for each prompt of the data."""
+        return self.parent.samples_per_prompt
+
+
+@dataclass(frozen=True, kw_only=True)
 class EnhancerConfig(RunSettings):
     """A recipe of two policies: a language model rewrites each prompt, and a diffusion model draws the rewrites."""
 
@@ -337,9 +356,12 @@ class EnhancerConfig(RunSettings):
     def policies(self) -> dict[str, RecipeConfig]:
         """By track, the recipe as each policy sees it. The prompts of the diffusion model are the rewrites."""
         shared = {each.name: getattr(self, each.name) for each in fields(RunSettings)}
-        ar = RecipeConfig(**shared, **vars(self.ar))
-        rewrites = shared | {"batch_size": self.batch_size * ar.samples_per_prompt}
-        return {"ar": ar, "diffusion": RecipeConfig(**rewrites, **vars(self.diffusion))}
+        # A policy that is not trained has no average of its weights, which would equal them.
+        untrained = shared | {"evaluation": replace(self.evaluation, weights="live")}
+        of_policy = {name: shared if name in self.trained else untrained for name in POLICIES}
+        ar = RecipeConfig(**of_policy["ar"], **vars(self.ar))
+        rewrites = of_policy["diffusion"] | {"batch_size": self.batch_size * ar.samples_per_prompt}
+        return {"ar": ar, "diffusion": ChildConfig(**rewrites, **vars(self.diffusion), parent=ar)}
 
 
 POLICIES = ("ar", "diffusion")
@@ -347,10 +369,34 @@ POLICIES = ("ar", "diffusion")
 
 
 def recipe_class(tree: Mapping[str, object]) -> type[RecipeConfig] | type[EnhancerConfig]:
-    """The class of a recipe: one with a block of a policy has several policies."""
-    return EnhancerConfig if any(name in tree for name in POLICIES) else RecipeConfig
+    """The class of a recipe: one with a block of a policy has several policies, unless it has the blocks of one."""
+    blocks = [tree[name] for name in POLICIES if name in tree]
+    has_models = any(isinstance(block, Mapping) and "bundle" in block for block in blocks)
+    return EnhancerConfig if has_models or (blocks and "bundle" not in tree) else RecipeConfig
 
 
 def prefixes(tree: Mapping[str, object]) -> tuple[str, ...]:
     """The beginnings of the keys of every policy: `ar.` and `diffusion.`, or nothing for a recipe of one policy."""
     return tuple(f"{name}." for name in POLICIES) if recipe_class(tree) is EnhancerConfig else ("",)
+
+
+POLICY_BLOCKS = tuple(each.name for each in fields(PolicyConfig))
+"""The blocks that each policy of a recipe of several has."""
+_POLICY_KEY = re.compile(rf"(?<![\w./])(?=(?:{'|'.join(POLICY_BLOCKS)})(?:\.[a-z_]|=[^\s=]))")
+
+
+def keys_of_policy(text: str, policy: str) -> str:
+    """A text for the user in which the keys of a policy are those of the recipe: `ar.stack.micro_batch_size`.
+
+    Args:
+        policy: "" for the only policy of a recipe, whose keys stay as they are.
+    """
+    return _POLICY_KEY.sub(f"{policy}.", text) if policy else text
+
+
+def said_of_policy(text: str, policy: str) -> str:
+    """A refusal or a notice that names its policy: by its keys, or before the text if that does not begin with one."""
+    named = keys_of_policy(text, policy)
+    shared = re.match(r"\w+", named)
+    is_shared = shared is not None and shared[0] in {each.name for each in fields(RunSettings)}
+    return named if not policy or is_shared or named.startswith(f"{policy}.") else f"{policy}: {named}"

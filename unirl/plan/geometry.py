@@ -30,7 +30,10 @@ class Geometry:
     """The counts of one step."""
 
     num_prompts: int
+    """Prompts of the model; those of a child track are the samples of its parent track."""
     samples_per_prompt: int
+    parents_per_prompt: int = 1
+    """Samples of the parent track for each prompt of the data, which `num_prompts` is a multiple of."""
     num_devices: int
     """Devices that train. They divide an update."""
     num_updates: int
@@ -123,6 +126,7 @@ def geometry_of(config: RecipeConfig, plan: PlacementPlan, needs: Needs) -> Geom
     """
     geometry = Geometry(
         num_prompts=config.batch_size,
+        parents_per_prompt=config.parents_per_prompt,
         samples_per_prompt=config.samples_per_prompt,
         num_devices=len(plan.train),
         num_updates=config.num_updates,
@@ -143,8 +147,8 @@ def check_geometry(geometry: Geometry) -> None:
     """Refuses (2010) an illegal geometry, with its equation and the nearest legal values of each key."""
     if geometry.num_samples > MOST_SAMPLES:
         raise GeometryError(
-            f"batch_size={geometry.num_prompts} x sampling.samples_per_prompt={geometry.samples_per_prompt} is more "
-            f"than {MOST_SAMPLES} samples in one step. Lower one of them; more steps (num_rollouts) train more prompts"
+            f"batch_size={_prompts(geometry)} x sampling.samples_per_prompt={geometry.samples_per_prompt} is more than "
+            f"{MOST_SAMPLES} samples in one step. Lower one of them; more steps (num_rollouts) train more prompts"
         )
     if not geometry.is_legal:
         ways_out = " or ".join(_ways_out(geometry)) or _joint_way_out(geometry)
@@ -161,12 +165,20 @@ def geometry_table(config: RecipeConfig) -> str:
     samples = ", ".join([sized.describe(), *others])
     paired = f", {geometry.num_trained} of them trained, in pairs" if geometry.num_pairs else ""
     return (
-        f"geometry   {_count(geometry.num_prompts, 'prompt')} x {_count(geometry.samples_per_prompt, 'sample')} "
+        f"geometry   {_prompts(geometry, ' prompt')} x {_count(geometry.samples_per_prompt, 'sample')} "
         f"= {_count(geometry.num_samples, 'sample')} per step{paired}; "
         f"{_count(geometry.num_updates, 'update')} of {geometry.rows_per_update} "
         f"= {_count(geometry.num_devices, 'device')} x {_micros(geometry)}\n"
         f"           {samples}; {_count(config.num_rollouts, 'step')}, {_count(config.total_updates, 'update')} in all"
     )
+
+
+def _prompts(geometry: Geometry, noun: str = "") -> str:
+    """The number of prompts: `8`, or `8 x 4 rewrites` for a child track. With a noun: `8 prompts`."""
+    parents = geometry.parents_per_prompt
+    count = geometry.num_prompts // parents
+    counted = _count(count, noun.strip()) if noun else str(count)
+    return counted if parents == 1 else f"{counted} x {parents} rewrites"
 
 
 def _count(number: int, noun: str) -> str:
@@ -190,7 +202,7 @@ def _equation(geometry: Geometry) -> str:
     if not geometry.has_enough:
         return f"the algorithm compares samples of one prompt, and samples_per_prompt is {geometry.samples_per_prompt}"
     each = "paired samples" if geometry.num_pairs else "samples_per_prompt"
-    product = f"batch_size {geometry.num_prompts} x {each} {geometry.trained_per_prompt}"
+    product = f"batch_size {_prompts(geometry)} x {each} {geometry.trained_per_prompt}"
     share = geometry.num_trained // geometry.num_devices
     if geometry.num_trained % geometry.num_devices:
         devices = (
@@ -213,7 +225,7 @@ def _equation(geometry: Geometry) -> str:
 
 def _ways_out(geometry: Geometry) -> Iterator[str]:
     for field, key in KNOBS.items():
-        values = [str(value) for value in nearest_legal(geometry, field)]
+        values = [str(_of_key(geometry, field, value)) for value in nearest_legal(geometry, field)]
         if values and field == "num_devices" and geometry.placed:
             yield f"{'|'.join(values)} devices in placement.train"
         elif values:
@@ -230,9 +242,16 @@ def _joint_way_out(geometry: Geometry) -> str:
         return "counts that divide each other: no legal values are near these"
     fixed = dataclasses.replace(rounded, num_prompts=legal[-1])
     changed = [
-        f"{key}={vars(fixed)[field]}" for field, key in KNOBS.items() if vars(fixed)[field] != vars(geometry)[field]
+        f"{key}={_of_key(fixed, field, vars(fixed)[field])}"
+        for field, key in KNOBS.items()
+        if vars(fixed)[field] != vars(geometry)[field]
     ]
     return f"{', '.join(changed)} together"
+
+
+def _of_key(geometry: Geometry, field: str, value: int) -> int:
+    """The value of a count as its recipe key has it: `batch_size` counts the prompts of the data."""
+    return value // geometry.parents_per_prompt if field == "num_prompts" else value
 
 
 def nearest_legal(geometry: Geometry, field: str) -> list[int]:
@@ -241,9 +260,11 @@ def nearest_legal(geometry: Geometry, field: str) -> list[int]:
 
     def legal(value: int) -> bool:
         changed: dict[str, Any] = {field: value}
+        if field == "num_prompts" and value % geometry.parents_per_prompt:
+            return False
         return dataclasses.replace(geometry, **changed).is_legal
 
-    enough = geometry.num_devices * geometry.num_updates * geometry.rows_together
+    enough = geometry.num_devices * geometry.num_updates * geometry.rows_together * geometry.parents_per_prompt
     # More updates or devices than samples are never legal.
     below = min(now - 1, geometry.num_samples) if field in ("num_updates", "num_devices") else now - 1
     directions = range(below, max(below - REACH, 0), -1), range(now + 1, now + min(enough, REACH) + 1)

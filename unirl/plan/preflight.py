@@ -31,7 +31,7 @@ from unirl.config.errors import (
 )
 from unirl.config.load import Recipe
 from unirl.config.node import Node
-from unirl.config.recipe import RecipeConfig
+from unirl.config.recipe import RecipeConfig, said_of_policy
 from unirl.config.schema import dotted_name
 from unirl.models.base import Bundle
 from unirl.models.loading.estimate import ModelEstimate
@@ -103,6 +103,7 @@ def preflight(recipe: Recipe) -> Preflight:
     """
     config = recipe.config
     texts: list[str] = []
+    check_composition(recipe)
     for name, policy in recipe.policies.items():
         with of_policy(name):
             check_roles(policy)
@@ -115,28 +116,51 @@ def preflight(recipe: Recipe) -> Preflight:
             check_compatibility(policy, needs, plan, is_scored=name in ("", scored_track(config)))
             check_model(policy)
             check_sampling(policy, needs)
-            texts += [f"{name}: {text}" if name else text for text in policy_notices(policy, plan, geometry, needs)]
+            texts += [said_of_policy(text, name) for text in policy_notices(policy, plan, geometry, needs)]
     check_tracks(recipe)
     check_evaluation(recipe)
     check_data(config)
     texts += environment_notices(recipe)
+    texts = list(dict.fromkeys(texts))  # one about a shared setting comes from every policy
     return Preflight(geometry_of(config, plan_of(config), needs_of(config)), plan_of(config), tuple(texts))
 
 
 @contextmanager
 def of_policy(name: str) -> Iterator[None]:
-    """Name the policy in a refusal of one of its settings, where a recipe has several."""
+    """Name the policy and its keys in a refusal of one of its settings, where a recipe has several."""
     try:
         yield
     except ConfigError as error:
         if not name:
             raise
-        raise type(error)(f"{name}: {error}") from error
+        raise type(error)(said_of_policy(str(error), name)) from error
 
 
 def scored_track(config: RecipeConfig) -> str:
     """The name of the track that is scored."""
     return str(getattr(config.trainer.schema.owner, "track", ""))
+
+
+def check_composition(recipe: Recipe) -> None:
+    """The trainer, and the engine of a recipe of several policies, must be made for as many policies."""
+    trainer = recipe.config.trainer
+    has_several = bool(getattr(trainer.schema.owner, "parents", {}))
+    if len(recipe.policies) == 1 and has_several:
+        raise IncompatibleError(
+            f"trainer: {trainer.class_name} trains several policies, and this recipe has one. Write ~trainer, or take "
+            "a recipe of several policies, such as pe/quickstart"
+        )
+    if len(recipe.policies) > 1 and not has_several:
+        raise IncompatibleError(
+            f"trainer: {trainer.class_name} trains one policy, and this recipe has {' and '.join(recipe.policies)}. "
+            "Leave the trainer block out"
+        )
+    if recipe.engine is not None and "engines" not in recipe.engine.schema.wired:
+        raise IncompatibleError(
+            f"rollout: {recipe.engine.class_name} is the engine of one policy, and this block composes those of "
+            f"{' and '.join(recipe.policies)}. Leave rollout._target_ out. The engine of a policy is "
+            f"{' or '.join(f'{name}.rollout' for name in recipe.policies)}"
+        )
 
 
 def check_tracks(recipe: Recipe) -> None:
@@ -299,15 +323,16 @@ def sizes_of(config: RecipeConfig) -> Sequence[tuple[int, int]]:
 
 def check_model_path(path: str, key: str) -> None:
     """Raises NotFoundError (4001) for text that is written like a directory and names none."""
+    # The variable sets the only model of a recipe, or the diffusion model beside a language model.
+    variable = "" if key.startswith("ar.") else " or PRETRAINED_MODEL"
     if not path:
-        raise NotFoundError(
-            f"{key}.path is empty. Set it, or the environment variable PRETRAINED_MODEL, to a directory or a hub id"
-        )
+        or_variable = ", or the environment variable PRETRAINED_MODEL," if variable else ""
+        raise NotFoundError(f"{key}.path is empty. Set it{or_variable} to a directory or a hub id")
     spelled_as_path = path.startswith(("/", ".", "~")) or path.count("/") > 1
     if spelled_as_path and not Path(path).expanduser().is_dir():
         raise NotFoundError(
             f"{key}.path={path}: there is no such directory. Give a directory that diffusers or transformers saved, or "
-            f"a hub id, in {key}.path=... or PRETRAINED_MODEL"
+            f"a hub id, in {key}.path=...{variable}"
         )
 
 

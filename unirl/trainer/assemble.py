@@ -20,7 +20,7 @@ from unirl.config.device_sets import DeviceSet
 from unirl.config.failures import Session, failure_of
 from unirl.config.load import Recipe
 from unirl.config.node import Node, nodes_below
-from unirl.config.recipe import RecipeConfig
+from unirl.config.recipe import RecipeConfig, said_of_policy
 from unirl.data.datasets import Prompt
 from unirl.distributed import current
 from unirl.distributed.group.base import Pool
@@ -350,7 +350,7 @@ def memory_advice(sizes: Mapping[str, RecipeSizes], learners: Mapping[str, Learn
         run, micro_batch = policy.run, learners[name].micro_batch
         if run is not None:
             text = shortage(run if micro_batch is None else micro_batch.applied_to(run), phase)
-            advice.append(f"{name}: {text}" if name else text)
+            advice.append(said_of_policy(text, name))
     return "\n  ".join(advice)
 
 

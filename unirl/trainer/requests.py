@@ -116,7 +116,7 @@ def check_versions(req: RolloutReq, resp: RolloutResp) -> None:
         versions = sorted(set(resp.tracks[name].weight_version.tolist()))
         if versions != [spec.weight_version]:
             raise SyncError(
-                f"the rollout should come from weights after {spec.weight_version} updates, and its samples say that "
-                f"they come from those after {', '.join(map(str, versions))}: the engine did not take over the last "
-                "sync"
+                f"the samples of track {name} should come from weights after {spec.weight_version} updates, and they "
+                f"say that they come from those after {', '.join(map(str, versions))}: the engine did not take over "
+                "the last sync"
             )

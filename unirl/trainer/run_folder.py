@@ -96,16 +96,26 @@ def run_root(recipe: Recipe) -> Path:
 
 def banner_lines(recipe: Recipe, root: Path, threads: ThreadChoice | None) -> list[tuple[str, str]]:
     """Label and text of the lines that are printed before the first step."""
-    geometry = [line.strip() for line in geometry_table(recipe.config).removeprefix("geometry").splitlines()]
+    geometry, placement = [], []
+    for name, policy in recipe.policies.items():
+        about = f"{name}: " if name else ""
+        first, *others = (line.strip() for line in geometry_table(policy).removeprefix("geometry").splitlines())
+        geometry += [f"{about}{first}", *others]
+        placement.append(f"{about}{plan_of(policy).describe()}")
     return [
-        *zip(("geometry", ""), geometry, strict=False),
-        ("placement", plan_of(recipe.config).describe()),
+        *_labelled("geometry", geometry),
+        *_labelled("placement", placement),
         *([] if threads is None else [("threads", str(threads))]),
         ("tracking", ", ".join(("files", *recipe.config.tracking.mirrors))),
-        *zip(("columns", "", ""), LEGEND, strict=True),
+        *_labelled("columns", LEGEND),
         ("stop", "Ctrl-C (finishes the step and saves)"),
         ("resume", continuation(recipe, root)),
     ]
+
+
+def _labelled(label: str, lines: Sequence[str]) -> list[tuple[str, str]]:
+    """Lines of the banner, the first with the label."""
+    return [("" if i else label, line) for i, line in enumerate(lines)]
 
 
 def continuation(recipe: Recipe, root: Path) -> str:
@@ -176,7 +186,8 @@ def check_weights(saved: SavedRun, weights: str) -> None:
     Raises:
         ConfigError: 2020.
     """
-    for config in saved.recipe.policies.values():
+    for name in saved.recipe.trained:
+        config = saved.recipe.policies[name]
         kept = [name for name, block in KEPT_BY.items() if config.backend.values.get(block) is not None]
         known = ["live", *kept, *config.loaded_snapshots, *needs_of(config).snapshots]
         if weights not in known:

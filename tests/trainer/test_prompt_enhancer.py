@@ -23,6 +23,7 @@ from unirl.rollout.engine.composed.engine import rewrite_in
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
 from unirl.trainer.assemble import build_trainer
 from unirl.trainer.export import refuse_replacing
+from unirl.trainer.residency import Phases
 from unirl.types.primitives import Texts
 
 RECIPE = "pe/pe_trainside_pickscore"
@@ -199,8 +200,15 @@ def test_two_ray_workers_sample_the_bits_of_one_process(finished, tmp_path) -> N
     assert rows[0]["rollout/reward_mean"] == metrics_of(finished)[0]["rollout/reward_mean"]
 
 
-def test_engines_with_weights_of_their_own_take_turns_and_sample_the_same_bits(finished, tmp_path) -> None:
-    """Both engines share the device of the trainer: one sleeps while the other samples."""
+def test_engines_with_weights_of_their_own_take_turns_and_sample_the_same_bits(finished, tmp_path, monkeypatch) -> None:
+    """Both engines share the device of the trainer: one sleeps while the other samples, and no phase holds both."""
+    entered, enter = [], Phases._enter
+
+    def watched_enter(phases: Phases, phase: str, track: str | None) -> None:
+        enter(phases, phase, track)
+        entered.append((phase, [name for name, each in phases.residencies.items() if each.here - {"reward"}]))
+
+    monkeypatch.setattr(Phases, "_enter", watched_enter)
     engine = "{_target_: unirl.rollout.engine.replica.engine.ReplicaRolloutEngine}"
     sync = "{_target_: unirl.distributed.weight_sync.sync.EngineSync}"
     blocks = [f"{policy}.{block}" for policy in ("ar", "diffusion") for block in (f"rollout={engine}", f"sync={sync}")]
@@ -215,6 +223,8 @@ def test_engines_with_weights_of_their_own_take_turns_and_sample_the_same_bits(f
 
         trainer.rollout.turn = watched
         trainer.train()
+    assert {phase for phase, _ in entered} == {"sync", "generate", "reward", "train", "checkpoint"}
+    assert [each for each in entered if len(each[1]) > 1] == []
     assert asleep == [("ar", ["diffusion"]), ("diffusion", ["ar"])] * 2
     for found, expected in zip(metrics_of(tmp_path), metrics_of(finished), strict=True):
         assert found["ar/sync/bytes"] > 0 and found["diffusion/sync/bytes"] > 0

@@ -213,8 +213,8 @@ def assemble(
         timers=tracker.timers,
         pool=pool,
         residencies={
-            learner.track: Residency(plan_of(learner.config), learner.roles, owns_reward=i == 0)
-            for i, learner in enumerate(learners.values())
+            learner.track: Residency(plan_of(learner.config), learner.roles, owns_reward=learner.track == domain.track)
+            for learner in learners.values()
         },
         shortage=partial(memory_advice, sizes, learners),
     )

@@ -60,7 +60,7 @@ class Evaluator:
 
     def _evaluate_size(self, prompts: Sequence[Prompt]) -> EvalResult:
         req, resp = self.sample(prompts)
-        with self.phase("eval"):
+        with self.phase("eval", self.track):
             resp = self.reward.score_and_attach(req, resp)
             track = resp.tracks[self.track]
             return eval_result(req.select(root_rows(req, resp, track)), track, self.rollout.preview)
@@ -70,10 +70,10 @@ class Evaluator:
         req = self.requests.evaluation(prompts, {learner.track: learner.version for learner in self.learners})
         self.phase.pool.release(EVALUATION)
         self.phase.pool.step = EVALUATION
-        with self.phase("sync"):
-            for learner in self.learners:
+        for learner in self.learners:
+            with self.phase("sync", learner.track):
                 learner.roles.sync.push(learner.version, req.tracks[learner.track].weights)
-        with self.phase("eval"):
+        with self.phase("eval", self.learners[0].track):
             return req, self.rollout.generate(req)
 
 

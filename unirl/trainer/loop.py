@@ -121,8 +121,7 @@ class Trainer:
     def produce(self, step: int) -> RolloutResp:
         """The samples of one step, scored and credited."""
         self.pool.step = step
-        with self.phase("sync"):
-            published = self.publish(step)
+        published = self.publish(step)
         samples = self._generate(step, published)
         for name, report in published.items():
             self.monitor.record(name, sync_metrics(report))
@@ -137,7 +136,11 @@ class Trainer:
 
     def publish(self, step: int) -> dict[str, SyncReport]:
         """Bring the weights that `step` samples from to the engines, by track."""
-        return {learner.track: learner.publish(step) for learner in self.learners}
+        published = {}
+        for learner in self.learners:
+            with self.phase("sync", learner.track):
+                published[learner.track] = learner.publish(step)
+        return published
 
     def _generate(self, step: int, published: Mapping[str, SyncReport]) -> StepSamples:
         """Generate and score until the step has the samples that it needs: once, or as often as `refill` asks for."""
@@ -147,7 +150,7 @@ class Trainer:
             prompts = self.data.take(self.config.batch_size, size)
             size = prompts[0].size
             req = self.requests.training(prompts, step, published)
-            with self.phase("generate"):
+            with self.phase("generate", self.learners[0].track):  # the engine then calls `Phases.turn`
                 self.overlap.generate(req)
             with self.phase("reward"):
                 resp, waits = self.overlap.scores()
@@ -200,10 +203,13 @@ class Trainer:
             self.evaluate()
         self.tracker.flush()
         if self._is_due(self.config.save_interval) or last or self.stop_signal is not None:
-            with self.phase("checkpoint"):
-                self.state.save()
+            self._save()
         if self.stop_signal is not None and not last:
             raise self.state.stopped_by(self.stop_signal)
+
+    def _save(self, remembered: Mapping[str, State] | None = None) -> None:
+        with self.phase("checkpoint", self.learners[0].track):
+            self.state.save(remembered, self.phase.turn)
 
     def _rescue(self, remembered: Mapping[str, State]) -> str:
         """Save the last finished step after memory ran out in the next one, and say which checkpoint there is.
@@ -214,8 +220,7 @@ class Trainer:
         can_save = all(each.roles.train_ranks == 1 and each.is_unchanged() for each in self.learners)
         if state.step not in saved and state.step > 0 and can_save:
             try:
-                with self.phase("checkpoint"):
-                    state.save(remembered)
+                self._save(remembered)
                 saved.append(state.step)
             except UniRLError as error:
                 return f"Saving step {state.step} failed, too: {error}"

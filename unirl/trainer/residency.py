@@ -48,7 +48,7 @@ class Residency:
         """
         Args:
             roles: all of their parts are on their devices now.
-            owns_reward: move the reward, which policies share. One of them moves it.
+            owns_reward: move the reward, which policies share. The policy whose track is scored moves it.
         """
         self.plan = plan
         self.roles = roles

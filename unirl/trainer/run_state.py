@@ -32,6 +32,7 @@ STATE_FILE = "trainer.json"
 class Policy(Protocol):
     """What a checkpoint keeps of a policy: the weights, and the number of their updates."""
 
+    track: str
     version: int
 
     @property
@@ -68,14 +69,19 @@ class RunState:
         """A copy of what the objects remember now, by name."""
         return {name: deepcopy(item.state_dict()) for name, item in self.stateful.items()}
 
-    def save(self, remembered: Mapping[str, State] | None = None) -> None:
+    def save(
+        self, remembered: Mapping[str, State] | None = None, turn: Callable[[str], None] = lambda track: None
+    ) -> None:
         """Publish a checkpoint of this state and of the weights.
 
         Args:
             remembered: what the objects remembered after the last step, if they have moved on since.
+            turn: called with the track of each policy before its weights are saved, so that policies on the same
+                devices can take turns.
         """
         with self.checkpoints.stage(self.step) as folder:
             for name, policy in self.policies.items():
+                turn(policy.track)
                 policy.backend.save(str(policy_folder(folder, name)))
             state = {
                 "step": self.step,

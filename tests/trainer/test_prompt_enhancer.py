@@ -338,6 +338,11 @@ def test_the_banner_has_the_counts_of_both_policies(finished) -> None:
     assert "diffusion: 2 prompts x 4 rewrites x 4 samples = 32 samples" in banner
 
 
+def test_the_line_of_a_step_shows_the_ratio_of_both_policies(finished) -> None:
+    [line, *_] = [text for text in (finished / "logs/console.log").read_text().splitlines() if " step 1/2 " in text]
+    assert " ar.ratio=1.0000" in line and " diffusion.ratio=1.0000" in line
+
+
 # Policies that are not trained
 
 

@@ -111,8 +111,12 @@ def reward(metrics: Mapping[str, float]) -> str:
 
 
 def training(metrics: Mapping[str, float]) -> str:
-    """`ratio=1.0000+-0.0004 clip=0.00 kl=0.003 zstd=0.06`."""
-    return _join([_with_spread("ratio", metrics, "train/ratio", 4), formatted(metrics, TRAINING)])
+    """`ratio=1.0000+-0.0004 clip=0.00 kl=0.003 zstd=0.06`; with several policies `ar.ratio=1.0000+-0.0004 ...`."""
+    words = [_with_spread("ratio", metrics, "train/ratio", 4), formatted(metrics, TRAINING)]
+    for track in dict.fromkeys(name.partition("/")[0] for name in metrics if "/train/" in name):
+        own = {name.partition("/")[2]: value for name, value in metrics.items() if name.startswith(f"{track}/")}
+        words += [f"{track}.{word}" for word in training(own).split()]
+    return _join(words)
 
 
 def formatted(metrics: Mapping[str, float], formats: Mapping[str, str]) -> str:

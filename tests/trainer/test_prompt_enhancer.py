@@ -14,16 +14,19 @@ import torch
 
 from tests.run_files import metrics_of
 from unirl.cli.main import main
-from unirl.config.errors import Preempted, RewriteError, UniRLError
+from unirl.config.errors import MemoryShortageError, Preempted, RewriteError, UniRLError
 from unirl.config.load import load
 from unirl.config.recipe import keys_of_policy, said_of_policy
 from unirl.config.schema import dotted_name
+from unirl.plan.placement import plan_of
 from unirl.plan.preflight import preflight
+from unirl.plan.sizes import RecipeSizes
 from unirl.rollout.engine.composed.engine import rewrite_in
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
-from unirl.trainer.assemble import build_trainer
+from unirl.trainer.assemble import build_trainer, check_device_memory
 from unirl.trainer.export import refuse_replacing
 from unirl.trainer.residency import Phases
+from unirl.types.device import DeviceKind
 from unirl.types.primitives import Texts
 
 RECIPE = "pe/pe_trainside_pickscore"
@@ -341,6 +344,15 @@ def test_the_banner_has_the_counts_of_both_policies(finished) -> None:
 def test_the_line_of_a_step_shows_the_ratio_of_both_policies(finished) -> None:
     [line, *_] = [text for text in (finished / "logs/console.log").read_text().splitlines() if " step 1/2 " in text]
     assert " ar.ratio=1.0000" in line and " diffusion.ratio=1.0000" in line
+
+
+def test_a_device_that_is_too_small_is_refused_with_the_keys_of_the_policy() -> None:
+    policies = load(RECIPE, [*COMMON, "diffusion.stack.micro_batch_size=4"]).policies
+    sizes = {name: RecipeSizes(config) for name, config in policies.items()}
+    with pytest.raises(MemoryShortageError, match=r"\(ar: |ar\.stack\.") as refused:
+        tiny = DeviceKind(name="tiny", memory_gib=1e-6)
+        check_device_memory(sizes, print, plan_of(policies["ar"]).train.devices, tiny)
+    assert not re.search(r"(?<![.\w])(stack|backend|sampling|rollout)\.", str(refused.value))
 
 
 # Policies that are not trained

@@ -204,7 +204,7 @@ def _recipe_checks(name: str, overrides: Sequence[str]) -> dict[str, Callable[[]
     checks: dict[str, Callable[[], str]] = {f"recipe {name}": lambda: "valid"}
     checks["reward"] = partial(_reward, next(iter(policies.values())))
     for policy, config in policies.items():
-        checks[f"{policy} room".lstrip()] = partial(_room, config)
+        checks[f"{policy} room".lstrip()] = partial(_room, config, policy)
         checks[f"{policy} download".lstrip()] = partial(_download, config)
     return checks
 
@@ -217,17 +217,24 @@ def _reward(config: RecipeConfig) -> str:
     return "no package or server that it needs is missing"
 
 
-def _room(config: RecipeConfig) -> str:
-    """Compares the planned memory of a run with the memory of this machine."""
+def _room(config: RecipeConfig, policy: str = "") -> str:
+    """Compares the planned memory of a run with the memory of this machine.
+
+    Args:
+        policy: the policy that the sizes are about, in a recipe of several.
+    """
+    from unirl.config.recipe import keys_of_policy
     from unirl.plan.machine import check_machine, is_elsewhere, largest_device, peak_of
+    from unirl.plan.preflight import of_policy
     from unirl.plan.sizes import RecipeSizes
     from unirl.types.device import num_accelerators
 
     warnings: list[str] = []
     sizes = RecipeSizes(config)
-    check_machine(sizes, warnings.append)
+    with of_policy(policy):
+        check_machine(sizes, warnings.append)
     if warnings:
-        return "; ".join(warnings)
+        return keys_of_policy("; ".join(warnings), policy)
     has_gpu = num_accelerators() and not is_elsewhere(config)
     peak = peak_of(sizes, memory_gib=largest_device().memory_gib if has_gpu else None)
     if peak is None:

@@ -24,6 +24,7 @@ from unirl.config.errors import (
     DataError,
     IncompatibleError,
     InvalidValueError,
+    MemoryShortageError,
     NotFoundError,
     StorageError,
     UniRLError,
@@ -130,7 +131,7 @@ def of_policy(name: str) -> Iterator[None]:
     """Name the policy and its keys in a refusal of one of its settings, where a recipe has several."""
     try:
         yield
-    except ConfigError as error:
+    except (ConfigError, MemoryShortageError) as error:
         if not name:
             raise
         raise type(error)(said_of_policy(str(error), name)) from error

@@ -36,7 +36,7 @@ from unirl.models.loading.checkpoint import TOY
 from unirl.models.loading.hub import ModelSource, look_up, quiet_downloads
 from unirl.plan.machine import check_machine, check_memory, is_elsewhere
 from unirl.plan.placement import PlacementPlan, capabilities_of, plan_of
-from unirl.plan.preflight import KnownModel, check_disk, needs_of
+from unirl.plan.preflight import KnownModel, check_disk, needs_of, of_policy
 from unirl.plan.prompts import load_data
 from unirl.plan.sizes import RecipeSizes
 from unirl.plan.threads import ThreadChoice, in_use, threads_of
@@ -130,8 +130,9 @@ def recorded_end(tracker: Tracker) -> Iterator[None]:
 def pool_of(sizes: Mapping[str, RecipeSizes], tracker: Tracker, threads: ThreadChoice | None) -> Pool:
     """The devices of a recipe. Stalled calls write the stacks of all workers into the run's `logs`."""
     config = next(iter(sizes.values())).config
-    for policy in sizes.values():
-        check_machine(policy, tracker.warn)
+    for name, policy in sizes.items():
+        with of_policy(name):
+            check_machine(policy, warning_of(name, tracker.warn))
     opening = Heartbeat(f"start of runtime {config.runtime_in_use}")
     with tracker.watching(lambda: f"load: {opening.status()}"):
         pool = open_pool(
@@ -145,18 +146,24 @@ def pool_of(sizes: Mapping[str, RecipeSizes], tracker: Tracker, threads: ThreadC
         )
     pool.stack_dir = tracker.run.root / "logs"
     if is_elsewhere(config) and config.scale != "toy":
-        pool.check_device = partial(check_device_memory, tuple(sizes.values()), tracker.warn)
+        pool.check_device = partial(check_device_memory, sizes, tracker.warn)
     pool.connect_s = config.connect_timeout_s
     pool.allow_mixed_devices = config.allow_mixed_devices
     return pool
 
 
 def check_device_memory(
-    sizes: Sequence[RecipeSizes], warn: Callable[[str], None], devices: DeviceSet, kind: DeviceKind
+    sizes: Mapping[str, RecipeSizes], warn: Callable[[str], None], devices: DeviceSet, kind: DeviceKind
 ) -> None:
     """Refuse a device that is too small for any of the policies. Each one is counted by itself."""
-    for policy in sizes:
-        check_memory(policy, kind, warn, devices)
+    for name, policy in sizes.items():
+        with of_policy(name):
+            check_memory(policy, kind, warning_of(name, warn), devices)
+
+
+def warning_of(policy: str, warn: Callable[[str], None]) -> Callable[[str], None]:
+    """`warn` for texts about one policy, which name it."""
+    return lambda text: warn(said_of_policy(text, policy))
 
 
 def status_of(pool: Pool) -> str:

@@ -87,7 +87,7 @@ def test_without_a_gpu_the_room_is_the_memory_of_the_machine(capsys, monkeypatch
 def test_the_files_that_are_missing_are_counted_in_bytes(capsys, monkeypatch, tmp_path):
     sizes = {"model_index.json": 500, "vae/a.safetensors": 3_000_000_000, "vae/b.safetensors": 1_500_000_000}
     monkeypatch.setattr(hub, "files_to_fetch", lambda repo, revision: sizes)
-    monkeypatch.setattr(doctor, "_room", lambda config: "")
+    monkeypatch.setattr(doctor, "_room", lambda config, policy: "")
     monkeypatch.setattr(
         "huggingface_hub.try_to_load_from_cache",
         lambda repo, name, revision: str(tmp_path) if name == "vae/a.safetensors" else None,
@@ -108,7 +108,7 @@ def test_a_hub_that_does_not_answer_leaves_the_download_unknown(capsys, monkeypa
         raise NotFoundError("the hub does not answer")
 
     monkeypatch.setattr(hub, "files_to_fetch", fail)
-    monkeypatch.setattr(doctor, "_room", lambda config: "")
+    monkeypatch.setattr(doctor, "_room", lambda config, policy: "")
     assert said(capsys, RECIPE)["download"] == (True, "not known: the hub does not answer")
 
 

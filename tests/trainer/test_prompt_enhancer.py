@@ -244,6 +244,8 @@ def test_every_policy_is_exported_and_verified(finished, tmp_path, capsys) -> No
         "diffusion/peft",
     ]
     assert main(["sample", str(finished), "-p", "a red circle", "--out", str(tmp_path / "drawn")]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "drawn/manifest.jsonl").read_text().splitlines()]
+    assert all(row["prompt"] == "a red circle" != row["rewrite"] for row in rows)
 
 
 def test_the_seed_of_a_run_is_that_of_both_policies() -> None:

@@ -52,16 +52,17 @@ def run(argv: list[str], session: Session) -> int:
         build_trainer(saved.recipe, session, tracker=quiet_tracker(saved, Path(unused), session.argv)) as trainer,
     ):
         trainer.state.load(saved.checkpoint)
-        drawn = [(some, _draw(trainer, some)) for some in by_size(trainer.data.sized(prompts))]
+        drawn = [(some, *_draw(trainer, some)) for some in by_size(trainer.data.sized(prompts))]
     run, checkpoint = saved.checkpoint.path.parent.parent.name, saved.checkpoint.path.name
     facts = {"seed": options.seed, "run": run, "checkpoint": checkpoint, "weights": options.weights}
-    for some, media in drawn:
+    for some, media, rewrites in drawn:
         for line in [*media.console_lines(), *media.remarks()]:
             print(line)
         size = some[0].size
         folder = out if len(drawn) == 1 or size is None else out / f"{size[0]}x{size[1]}"
         folder.mkdir(parents=True, exist_ok=True)
-        page = media.gallery(Gallery(tuple(prompt.text for prompt in some), options.count, facts), folder)
+        texts = tuple(prompt.text for prompt in some)
+        page = media.gallery(Gallery(texts, options.count, facts, rewrites), folder)
         print(f"{len(media)} {media.kind}s   {page}")
     return 0
 
@@ -75,9 +76,10 @@ def _prompts(texts: Sequence[str], file: str | None) -> list[Prompt]:
     return [replace(prompt, prompt_id=f"{i:03d}") for i, prompt in enumerate(prompts)]
 
 
-def _draw(trainer: Trainer, prompts: Sequence[Prompt]) -> Media:
-    """The samples of prompts of one size. Those of a prompt are adjacent."""
+def _draw(trainer: Trainer, prompts: Sequence[Prompt]) -> tuple[Media, tuple[str, ...]]:
+    """The samples of prompts of one size, and the rewrites of which they were drawn. Those of a prompt are adjacent."""
     _, resp = trainer.evaluator.sample(prompts)
-    decoded = resp.tracks[trainer.track].decoded
-    assert decoded is not None
-    return media_of(trainer.rollout.preview(decoded))
+    track = resp.tracks[trainer.track]
+    assert track.decoded is not None
+    rewrites = () if track.parent_track is None else tuple(track.prompts or ())
+    return media_of(trainer.rollout.preview(track.decoded)), rewrites

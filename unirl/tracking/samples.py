@@ -124,6 +124,8 @@ class Gallery:
     per_prompt: int
     facts: Mapping[str, object]
     """What all samples share, such as seed, run and checkpoint."""
+    rewrites: tuple[str, ...] = ()
+    """The prompt from which each sample was drawn, if a prompt enhancer rewrote them."""
 
     @property
     def title(self) -> str:
@@ -135,6 +137,7 @@ class Gallery:
         return {
             "prompt": self.prompts[number // self.per_prompt],
             "sample": number % self.per_prompt,
+            **({REWRITE: self.rewrites[number]} if self.rewrites else {}),
             **self.facts,
         }
 

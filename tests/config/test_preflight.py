@@ -274,3 +274,10 @@ def test_the_trainers_that_a_way_out_names_exist():
     """The plan may not import the trainers, so it spells their names."""
     names = re.findall(r"unirl(?:\.\w+)+", " ".join(OTHER_MODALITY.values()))
     assert len([find_target(name, "trainer") for name in names]) == 2
+
+
+@pytest.mark.parametrize("target", ["unirl.types.protocols.Capabilities", "unirl.trainer.loop.Trainer"])
+def test_a_trainer_must_name_its_track(target):
+    with pytest.raises(ConfigError, match="is not a trainer that names its track") as refused:
+        preflight(load(RECIPE, [f"trainer._target_={target}"]))
+    assert refused.value.code == 2004

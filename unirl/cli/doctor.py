@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 EXAMPLES = ("unirl doctor", "unirl doctor diffusion/sd3_trainside num_devices=8", "unirl doctor --json")
 OLDEST_RAY = (2, 54)
 UNKNOWN = "not known"
-"""How the detail of a check begins that found no problem and proved nothing."""
+"""The first words of a detail, if the check could neither confirm nor refuse."""
 
 
 class Unfit(Exception):

@@ -114,7 +114,7 @@ def preflight(recipe: Recipe) -> Preflight:
             check_layout(policy, plan)
             geometry = geometry_of(policy, plan, needs)
             check_geometry(geometry)
-            check_compatibility(policy, needs, plan, is_scored=name in ("", scored_track(config)))
+            check_compatibility(policy, needs, plan, is_scored=name in ("", trainer_class(config).track))
             check_model(policy)
             check_sampling(policy, needs)
             texts += [said_of_policy(text, name) for text in policy_notices(policy, plan, geometry, needs)]
@@ -137,15 +137,34 @@ def of_policy(name: str) -> Iterator[None]:
         raise type(error)(said_of_policy(str(error), name)) from error
 
 
-def scored_track(config: RecipeConfig) -> str:
-    """The name of the track that is scored."""
-    return str(getattr(config.trainer.schema.owner, "track", ""))
+@runtime_checkable
+class TrainerClass(Protocol):
+    """What the checks read from a class of trainers. The trainers stand above this package, which may not import them.
+
+    `unirl.trainer.loop.Trainer` says what the attributes mean.
+    """
+
+    track: str
+    parents: Mapping[str, str]
+
+    def train(self) -> None: ...
+
+
+def trainer_class(config: RecipeConfig) -> TrainerClass:
+    """The class of the recipe's trainer. Raises ConfigError (2004) for a class of something else."""
+    owner = config.trainer.schema.owner
+    if not isinstance(owner, TrainerClass):
+        raise InvalidValueError(
+            f"trainer._target_={config.trainer.target} is not a trainer that names its track. Leave the trainer block "
+            "out for images, write unirl.trainer.text.TextTrainer for text, or derive your class from "
+            "unirl.trainer.loop.Trainer and set its `track`"
+        )
+    return owner
 
 
 def check_composition(recipe: Recipe) -> None:
     """The trainer, and the engine of a recipe of several policies, must be made for as many policies."""
-    trainer = recipe.config.trainer
-    has_several = bool(getattr(trainer.schema.owner, "parents", {}))
+    trainer, has_several = recipe.config.trainer, bool(trainer_class(recipe.config).parents)
     if len(recipe.policies) == 1 and has_several:
         raise IncompatibleError(
             f"trainer: {trainer.class_name} trains several policies, and this recipe has one. Write ~trainer, or take "

@@ -36,7 +36,7 @@ from unirl.models.loading.checkpoint import TOY
 from unirl.models.loading.hub import ModelSource, look_up, quiet_downloads
 from unirl.plan.machine import check_machine, check_memory, is_elsewhere
 from unirl.plan.placement import PlacementPlan, capabilities_of, plan_of
-from unirl.plan.preflight import KnownModel, check_disk, needs_of, of_policy
+from unirl.plan.preflight import KnownModel, check_disk, needs_of, of_policy, trainer_class
 from unirl.plan.prompts import load_data
 from unirl.plan.sizes import RecipeSizes
 from unirl.plan.threads import ThreadChoice, in_use, threads_of
@@ -186,8 +186,7 @@ def assemble(
         sizes: by policy.
     """
     config = recipe.config
-    domain = config.trainer.schema.owner
-    assert issubclass(domain, Trainer), "preflight refuses a trainer of another class"
+    domain = trainer_class(config)
     advantage = build(config.advantage)
     on_failure = config.reward.get("on_failure", Node)
     # A reward of a class other than ours stops at the first sample that cannot be scored.
@@ -256,7 +255,7 @@ def engine_of(recipe: Recipe, learners: Mapping[str, Learner], phases: Phases) -
 
 
 def sampling_of(learner: Learner, parents: Mapping[str, str]) -> TrackSampling:
-    """How the samples of a policy are drawn in training and in evaluations."""
+    """The sampling settings of a policy, for training and for evaluations."""
     config, sampling = learner.config, build(learner.config.sampling)
     parent = parents.get(learner.track)
     settings = config.evaluation.settings(sampling.evaluation_keys)
@@ -349,7 +348,7 @@ def tiling_of(
 
 
 def memory_advice(sizes: Mapping[str, RecipeSizes], learners: Mapping[str, Learner], phase: str) -> str:
-    """What a plan says about a phase that ran out of memory. Empty if no bundle can say the sizes of its model."""
+    """The plan's advice for a phase that ran out of memory. Empty if no bundle can estimate the size of its model."""
     from unirl.plan.fit import shortage
 
     advice = []

@@ -44,7 +44,7 @@ class Learner:
     micro_batch: MicroBatch | None
     """Chooses the micro-batch; None for a recipe that sets it."""
     chosen: dict[str, Any]
-    """What the run chose for the settings that its recipe leaves open, by key. Checkpoints hold it."""
+    """Values that the run chose for settings that its recipe leaves open, by key. Checkpoints save them."""
     version: int = 0
     """Optimizer updates done."""
     parity_is_checked: bool = False
@@ -69,7 +69,7 @@ class Learner:
         return self.publisher.publish(step, self.version)
 
     def progress(self, step: int) -> TrainingProgress:
-        """Where the run stands in step `step`: what the schedules of a loss read."""
+        """The progress of the run in step `step`, from which a loss computes its schedules."""
         kl_scale = self.kl.scale if self.kl is not None else 1.0
         return TrainingProgress(progress=step / max(self.config.num_rollouts - 1, 1), kl_scale=kl_scale)
 

@@ -20,7 +20,7 @@ from unirl.types.sampling import Sampling
 
 @dataclass(frozen=True, kw_only=True)
 class TrackSampling:
-    """How the samples of one track are drawn."""
+    """The sampling settings of one track."""
 
     facts: ModelFacts
     parent: str | None = None

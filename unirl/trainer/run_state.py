@@ -30,7 +30,7 @@ STATE_FILE = "trainer.json"
 
 
 class Policy(Protocol):
-    """What a checkpoint keeps of a policy: the weights, and the number of their updates."""
+    """A policy as a checkpoint saves it: its weights, and how many updates they have had."""
 
     track: str
     version: int

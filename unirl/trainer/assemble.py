@@ -192,7 +192,8 @@ def assemble(
     # A reward of a class other than ours stops at the first sample that cannot be scored.
     drops = DropBudget(STRICT if on_failure is None else build(on_failure))
     saved = {} if resume.checkpoint is None else saved_choices(resume.checkpoint.path)
-    reward = place_node(pool.group(plan_of(config).reward), "reward", RewardService, config.reward)
+    plan = plan_of(config)
+    reward = Places("", pool, plan, config).node(pool.group(plan.reward), "reward", RewardService, config.reward)
     chosen: dict[str, Any] = {}
     learners = {
         name: place_learner(
@@ -365,7 +366,7 @@ def memory_advice(sizes: Mapping[str, RecipeSizes], learners: Mapping[str, Learn
 
 @dataclass(frozen=True)
 class Places:
-    """Where the roles of one policy are placed, and under which names."""
+    """Places the roles of one policy: on the devices of its plan, under names that begin with the policy's."""
 
     policy: str
     pool: Pool
@@ -380,11 +381,17 @@ class Places:
         Args:
             role: the contract that the object keeps.
         """
-        return place_node(workers, named(self.policy, name), role, node, self.config.num_updates, **arguments)
+        return cast(RoleT, self.made(workers, name, partial(build_on_device, node), **arguments))
 
     def made(self, workers: Group, name: str, make: Callable[..., RoleT], **arguments: object) -> RoleT:
-        """Build a role on every worker as `make(**arguments)`, and return its handle, typed as the role itself."""
-        return place(workers, named(self.policy, name), make, self.config.num_updates, **arguments)
+        """Build a role on every worker as `make(**arguments)`, and return its handle, typed as the role itself.
+
+        An argument that is the handle of a role on the same workers arrives there as that role itself.
+        """
+        siblings = {argument: value.role_name for argument, value in arguments.items() if isinstance(value, Handle)}
+        values = {argument: value for argument, value in arguments.items() if not isinstance(value, Handle)}
+        build_it = partial(make_beside, make, siblings, values)
+        return cast(RoleT, workers.place(Remote(named(self.policy, name), build_it, self.config.num_updates)))
 
     def training(self, train: Group, bundle: Bundle, stage: object) -> tuple[TrainBackend, TrainStack]:
         """The backend, which prepares the bundle's module for training in place, and the stack."""
@@ -441,35 +448,6 @@ def place_dedicated(places: Places, reward: RewardService) -> Roles:
         train_ranks=train.num_ranks,
         has_own_weights=True,
     )
-
-
-def place(
-    workers: Group, name: str, make: Callable[..., RoleT], num_updates: int | None = None, **arguments: object
-) -> RoleT:
-    """Build a role on every worker as `make(**arguments)`, and return its handle, typed as the role itself.
-
-    An argument that is the handle of a role on the same workers arrives there as that role itself.
-
-    Args:
-        num_updates: U of the row layout; None = that of the pool.
-    """
-    siblings = {argument: value.role_name for argument, value in arguments.items() if isinstance(value, Handle)}
-    values = {argument: value for argument, value in arguments.items() if not isinstance(value, Handle)}
-    return cast(RoleT, workers.place(Remote(name, partial(make_beside, make, siblings, values), num_updates)))
-
-
-def place_node(
-    workers: Group, name: str, role: type[RoleT], node: Node, num_updates: int | None = None, **arguments: object
-) -> RoleT:
-    """Build the object of a recipe block on every worker, and return its handle.
-
-    The class and the classes of its inner blocks may also take the `device` of the worker.
-
-    Args:
-        role: the contract that the object keeps.
-        num_updates: U of the row layout; None = that of the pool.
-    """
-    return cast(RoleT, place(workers, name, partial(build_on_device, node), num_updates, **arguments))
 
 
 def make_beside(

@@ -71,7 +71,7 @@ class Learner:
     def progress(self, step: int) -> TrainingProgress:
         """The progress of the run in step `step`, from which a loss computes its schedules."""
         kl_scale = self.kl.scale if self.kl is not None else 1.0
-        return TrainingProgress(progress=step / max(self.config.num_rollouts - 1, 1), kl_scale=kl_scale)
+        return TrainingProgress(progress=fraction_done(step, self.config.num_rollouts), kl_scale=kl_scale)
 
     def learn(self, step: int, track: RolloutTrack, monitor: Monitor) -> dict[str, float]:
         """Update the policy on the credited samples of one step. Returns the metrics."""
@@ -91,3 +91,8 @@ class Learner:
         if self.kl is not None and "train/kl" in metrics:  # absent if all updates of the step were skipped
             self.kl.observe(metrics["train/kl"], int((track.weight > 0).sum()))
         return metrics | explained_variance(metrics)
+
+
+def fraction_done(step: int, num_rollouts: int) -> float:
+    """The progress of a run in step `step`, from 0 in the first step to 1 in the last."""
+    return step / max(num_rollouts - 1, 1)

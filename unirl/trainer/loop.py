@@ -24,7 +24,7 @@ from unirl.reward.failures import DropBudget
 from unirl.reward.service import RewardService
 from unirl.rollout.engine.base import RolloutEngine
 from unirl.trainer.evaluation import Evaluator
-from unirl.trainer.learner import Learner
+from unirl.trainer.learner import Learner, fraction_done
 from unirl.trainer.monitoring import Monitor, reward_metrics, sync_metrics
 from unirl.trainer.overlap import OverlappedScoring
 from unirl.trainer.refill import StepSamples
@@ -171,7 +171,7 @@ class Trainer:
             if track.rewards is None:
                 resp = resp.inherit_advantages(name)
                 continue
-            progress = step / max(self.config.num_rollouts - 1, 1)
+            progress = fraction_done(step, self.config.num_rollouts)
             credited, metrics = track.compute_advantages(self.advantage, progress, name)
             resp = resp.with_track(name, credited)
             self.monitor.record(name, values(metrics) | reward_metrics(scored.tracks[name]))

@@ -28,6 +28,7 @@ LAYERS = {
     "train_diffusion": 10,
     "train_vlm": 10,
     "train_pe": 10,
+    "train_unified_model": 10,
 }
 TORCH_ONLY = {"types", "sde"}
 NO_PROCESSES = {"models", "algorithms", "sde", "types"}

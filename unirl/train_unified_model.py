@@ -1,0 +1,34 @@
+"""Train a unified model: one network that writes text and draws images.
+
+    python -m unirl.train_unified_model --config-name=unified_model/<recipe> [key=value ...]
+
+`unirl train unified_model/<recipe>` is the same command.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from unirl.cli.arguments import RecipeArguments
+from unirl.cli.main import run_command
+from unirl.cli.train import parsed, stop_on_signal
+from unirl.config.failures import Session
+from unirl.config.load import load
+from unirl.plan.preflight import preflight
+from unirl.trainer.assemble import build_trainer
+
+
+def train(arguments: RecipeArguments, session: Session) -> None:
+    """Load the recipe, check what it implies, build its trainer, and run the loop."""
+    recipe = load(arguments.recipe, arguments.overrides)
+    preflight(recipe).print_notices()
+    with build_trainer(recipe, session) as trainer, stop_on_signal(trainer.request_stop):
+        trainer.train()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line of this entrypoint. Returns the exit status."""
+    return run_command(parsed(train, domain="unified_model"), argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

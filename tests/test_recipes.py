@@ -14,7 +14,7 @@ from unirl.config.compose import ComposedConfig, compose
 from unirl.config.errors import ConfigError
 from unirl.config.load import check, load
 from unirl.config.merge import get, leaves
-from unirl.config.recipe import prefixes
+from unirl.config.recipe import policy_keys
 from unirl.config.recipe_files import CARD_SUFFIX, Card, list_recipes
 from unirl.plan.preflight import preflight
 
@@ -408,7 +408,7 @@ def test_the_recipe_is_short_and_starts_with_its_package(recipe):
     lines = recipe.path.read_text().splitlines()
     assert lines[0] == "# @package _global_"
     assert lines[1].startswith("# ") and lines[1].endswith(".")
-    policies = len(prefixes(compose(str(recipe.path)).tree))
+    policies = len(policy_keys(compose(str(recipe.path)).tree, "sampling"))
     assert len([line for line in lines if line.strip()]) <= 25 + 20 * policies
     if any(line.startswith("defaults:") for line in lines):
         assert len(lines) <= 15

@@ -8,7 +8,7 @@ import yaml
 from unirl.config.errors import ConfigError
 from unirl.config.load import load
 from unirl.config.merge import ConfigLayer, fold, get
-from unirl.config.recipe import prefixes
+from unirl.config.recipe import policy_keys
 from unirl.config.recipe_files import list_recipes
 from unirl.config.toy import NUM_PROMPTS, QUANTITIES, toy_layer
 from unirl.plan.layout import check_layout
@@ -41,12 +41,13 @@ def without_sizes(block):
 def test_toy_changes_sizes_and_never_what_is_learned(name):
     full, toy = load(name), load(name, ["scale=toy"])
     assert full.value("advantage") == toy.value("advantage")
-    for policy in prefixes(full.resolved()):
-        assert without_sizes(full.value(f"{policy}algorithm")) == without_sizes(toy.value(f"{policy}algorithm"))
-        kernel = f"{policy}sampling.kernel"  # text has none
-        assert get(full.resolved(), kernel) == get(toy.resolved(), kernel)
-        updates = f"{policy}stack.num_updates_per_batch"
-        assert full.value(updates) == toy.value(updates)
+    tree = full.resolved()
+    for key in policy_keys(tree, "algorithm"):
+        assert without_sizes(full.value(key)) == without_sizes(toy.value(key))
+    for key in policy_keys(tree, "sampling.kernel"):  # text has none
+        assert get(full.resolved(), key) == get(toy.resolved(), key)
+    for key in policy_keys(tree, "stack.num_updates_per_batch"):
+        assert full.value(key) == toy.value(key)
 
 
 def test_the_command_line_wins_over_toy():

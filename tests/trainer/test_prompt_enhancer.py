@@ -321,8 +321,9 @@ def test_the_blocks_of_two_policies_are_none_of_a_recipe_of_one() -> None:
     ],
 )
 def test_a_text_about_a_policy_has_the_keys_of_the_recipe(text, named) -> None:
-    assert keys_of_policy(text, "ar") == named
-    assert keys_of_policy(text, "") == said_of_policy(text, "") == text
+    assert keys_of_policy(text, load("pe/quickstart").policies["ar"]) == named
+    only = load("diffusion/quickstart").config
+    assert keys_of_policy(text, only) == said_of_policy(text, "", only) == text
 
 
 def test_a_notice_about_a_shared_setting_is_given_once_and_names_no_policy(tmp_path) -> None:

@@ -231,10 +231,10 @@ def _room(config: RecipeConfig, policy: str = "") -> str:
 
     warnings: list[str] = []
     sizes = RecipeSizes(config)
-    with of_policy(policy):
+    with of_policy(policy, config):
         check_machine(sizes, warnings.append)
     if warnings:
-        return keys_of_policy("; ".join(warnings), policy)
+        return keys_of_policy("; ".join(warnings), config)
     has_gpu = num_accelerators() and not is_elsewhere(config)
     peak = peak_of(sizes, memory_gib=largest_device().memory_gib if has_gpu else None)
     if peak is None:

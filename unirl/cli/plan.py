@@ -56,7 +56,7 @@ def show_plan(name: str, overrides: Sequence[str], as_json: bool = False, device
         print(json.dumps(facts if len(facts) > 1 else next(iter(facts.values())), indent=1))
     else:
         texts = [
-            f"{name}\n{keys_of_policy(plan_text(policy, device), name)}" if name else plan_text(policy, device)
+            f"{name}\n{keys_of_policy(plan_text(policy, device), policy.config)}" if name else plan_text(policy, device)
             for name, policy in policies.items()
         ]
         if len(texts) > 1:

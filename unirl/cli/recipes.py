@@ -13,7 +13,7 @@ from unirl.config.compose import compose
 from unirl.config.errors import ConfigError, UsageError
 from unirl.config.failures import Session
 from unirl.config.merge import get
-from unirl.config.recipe import prefixes
+from unirl.config.recipe import policy_keys
 from unirl.config.recipe_files import RecipeFile, find_recipe, list_recipes
 
 EXAMPLES = ("unirl recipes", "unirl recipes search grpo --json", "unirl recipes show diffusion/sd3_trainside")
@@ -84,9 +84,9 @@ def _summary(recipe: RecipeFile) -> Summary:
         return Summary(purpose=f"{type(error).__name__}: {error}", evidence="unreadable")
     return Summary(
         purpose=_purpose(recipe),
-        model=" + ".join(_class_of(get(tree, f"{policy}bundle"), "Bundle") for policy in prefixes(tree)),
+        model=" + ".join(_class_of(get(tree, key), "Bundle") for key in dict.fromkeys(policy_keys(tree, "bundle"))),
         algorithm=" + ".join(
-            _class_of(get(tree, f"{policy}algorithm")).removeprefix("Diffusion") for policy in prefixes(tree)
+            _class_of(get(tree, key)).removeprefix("Diffusion") for key in policy_keys(tree, "algorithm")
         ),
         scorer=_scorer_of(get(tree, "reward.backend", get(tree, "reward"))),
         devices=str(tree.get("num_devices", 1)),

@@ -17,7 +17,15 @@ from unirl.config.errors import ConfigError, InvalidValueError, UnknownKeyError,
 from unirl.config.foreign_keys import refuse_layout_keys
 from unirl.config.merge import ConfigLayer, Tree, get, join, leaves, put
 from unirl.config.node import Node
-from unirl.config.recipe import POLICY_BLOCKS, EnhancerConfig, RecipeConfig, prefixes, recipe_class
+from unirl.config.recipe import (
+    OF_TRACK,
+    POLICY_BLOCKS,
+    AnyConfig,
+    EnhancerConfig,
+    RecipeConfig,
+    policy_keys,
+    recipe_class,
+)
 from unirl.config.recipe_files import RecipeFile, search_path
 from unirl.config.schema import Schema, schema_of
 from unirl.config.targets import check_plugins, find_target
@@ -36,19 +44,28 @@ class Recipe:
     composed: ComposedConfig
     root: Node
     policies: Mapping[str, RecipeConfig]
-    """The recipe as each of its policies sees it, by track; "" is the only policy of a recipe without tracks."""
+    """The recipe as each of its tracks sees it, from the first track to the last; "" is the only one of a recipe.
 
+    Each track continues the one before it. The last one is scored.
+    """
     engine: Node | None = None
-    """The engine that composes those of several policies. None for a recipe of one policy."""
+    """The engine that composes those of several policies. None if one engine samples everything."""
     credit: Literal["mean", "max", "sum"] = "mean"
     """The reward of a row of a parent track, from the rewards of its children."""
     trained: tuple[str, ...] = ("",)
-    """The policies that are updated."""
+    """The tracks whose losses are trained."""
+    shares_weights: bool = False
+    """One network samples all tracks."""
 
     @property
     def config(self) -> RecipeConfig:
         """The recipe as its first policy sees it. The settings of the run are those of every policy."""
         return next(iter(self.policies.values()))
+
+    @property
+    def weights(self) -> Mapping[str, tuple[str, ...]]:
+        """The tracks of each set of weights, by the name of its policy; the only policy of a run has the name ""."""
+        return {"": tuple(self.policies)} if self.shares_weights else {name: (name,) for name in self.policies}
 
     @property
     def file(self) -> RecipeFile:
@@ -57,7 +74,7 @@ class Recipe:
 
     def alone(self, policy: str) -> Recipe:
         """The recipe as if it had only this policy."""
-        return replace(self, policies={"": self.policies[policy]}, engine=None, trained=("",))
+        return replace(self, policies={"": self.policies[policy]}, engine=None, trained=("",), shares_weights=False)
 
     def resolved(self) -> Tree:
         """Every key, with defaults filled in."""
@@ -103,10 +120,18 @@ def check(composed: ComposedConfig) -> Recipe:
     except UnknownKeyError as error:
         error = _with_policy(error, composed, plugins)
         raise error if error.hinted else _with_hint(error, composed, plugins) from None
-    settings: RecipeConfig | EnhancerConfig = build(root)
-    if isinstance(settings, EnhancerConfig):
-        return Recipe(composed, root, settings.policies, settings.rollout, settings.credit, settings.trained)
-    return Recipe(composed, root, settings.policies)
+    return recipe_of(composed, root, build(root))
+
+
+def recipe_of(composed: ComposedConfig, root: Node, settings: AnyConfig) -> Recipe:
+    """The recipe with the given settings, as its tracks see it."""
+    policies = settings.policies
+    if isinstance(settings, RecipeConfig):
+        return Recipe(composed, root, policies)
+    is_enhancer = isinstance(settings, EnhancerConfig)
+    engine = settings.rollout if is_enhancer else None
+    trained = settings.trained or tuple(policies)
+    return Recipe(composed, root, policies, engine, settings.credit, trained, shares_weights=not is_enhancer)
 
 
 def _refuse_empty_variables(composed: ComposedConfig) -> None:
@@ -123,21 +148,20 @@ def _refuse_empty_variables(composed: ComposedConfig) -> None:
 def _with_policy(error: UnknownKeyError, composed: ComposedConfig, plugins: tuple[str, ...]) -> UnknownKeyError:
     """The error with the keys to write, for a key of a policy without the policy's name; else the error itself."""
     tree = composed.resolved()
-    policies, block = prefixes(tree), error.path.partition(".")[0]
-    if policies == ("",) or block not in POLICY_BLOCKS:
+    kind, block = recipe_class(tree), error.path.partition(".")[0]
+    if kind is RecipeConfig or block not in (POLICY_BLOCKS if kind is EnhancerConfig else OF_TRACK):
         return error
     schemas = schemas_of(tree, plugins)
     below = get(tree, error.path)
     path = (
         next((join(error.path, key) for key, _ in leaves(below)), error.path) if isinstance(below, dict) else error.path
     )
-    keys = [policy + path for policy in policies if _is_key(policy + path, schemas)]
+    keys = [key for key in policy_keys(tree, path) if _is_key(key, schemas)]
     if block in schemas and not keys:  # a mistyped key of a block that stands at the top level as well
         return error
-    write = (
-        f"Write {' or '.join(keys)}" if keys else f"Its blocks are {' and '.join(each + block for each in policies)}"
-    )
-    text = f"unknown key '{path}'{composed.where(path)}: this recipe has two policies. {write}"
+    write = f"Write {' or '.join(keys)}" if keys else f"Its blocks are {' and '.join(policy_keys(tree, block))}"
+    number = "two policies" if kind is EnhancerConfig else "several tracks"
+    text = f"unknown key '{path}'{composed.where(path)}: this recipe has {number}. {write}"
     return UnknownKeyError(text, error.path, hinted=True)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from unirl.config.errors import BlockValueError, ConfigError, InvalidValueError, did_you_mean
 from unirl.config.merge import DELETED, ConfigLayer, Tree, fold, get, join, put
-from unirl.config.recipe import prefixes
+from unirl.config.recipe import policy_keys
 
 PLAIN = re.compile(r"[\w\-./+:%@*?|]*", re.ASCII)
 """A value that the grammar reads as one word or number."""
@@ -41,7 +41,7 @@ def command_line_layer(overrides: Sequence[str], below: Tree) -> ConfigLayer:
 
 def _paths(path: str, below: Tree) -> list[str]:
     """The keys that a written key sets. `sampling.seed` is the seed of every policy of a recipe."""
-    return [f"{policy}{path}" for policy in prefixes(below)] if path == SEED else [path]
+    return policy_keys(below, path) if path == SEED else [path]
 
 
 def _read_override(text: str) -> tuple[str, object]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -229,6 +229,11 @@ class RecipeConfig(RunSettings, PolicyConfig):
         """Samples of the parent track for each prompt of the data; 1 for the policy of a root track."""
         return 1
 
+    def path_of(self, block: str) -> str:
+        """The key of a block of this policy, as the recipe writes it: `stack`, `ar.stack` or `algorithm.image`."""
+        node = vars(self)[block]
+        return node.path if isinstance(node, Node) else f"{self.bundle.path.removesuffix('bundle')}{block}"
+
     # Keys of blocks that the trainer and the plan read. Code that needs another key adds a property here.
 
     @property
@@ -328,7 +333,7 @@ class ChildConfig(RecipeConfig):
     @property
     def parents_per_prompt(self) -> int:
         """Samples of the parent track for each prompt of the data."""
-        return self.parent.samples_per_prompt
+        return self.parent.parents_per_prompt * self.parent.samples_per_prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,48 +360,165 @@ class EnhancerConfig(RunSettings):
     @property
     def policies(self) -> dict[str, RecipeConfig]:
         """By track, the recipe as each policy sees it. The prompts of the diffusion model are the rewrites."""
-        shared = {each.name: getattr(self, each.name) for each in fields(RunSettings)}
-        # A policy that is not trained has no average of its weights, which would equal them.
-        untrained = shared | {"evaluation": replace(self.evaluation, weights="live")}
-        of_policy = {name: shared if name in self.trained else untrained for name in POLICIES}
-        ar = RecipeConfig(**of_policy["ar"], **vars(self.ar))
-        rewrites = of_policy["diffusion"] | {"batch_size": self.batch_size * ar.samples_per_prompt}
-        return {"ar": ar, "diffusion": ChildConfig(**rewrites, **vars(self.diffusion), parent=ar)}
+        return seen_by_tracks(self, {"ar": vars(self.ar), "diffusion": vars(self.diffusion)}, self.trained)
 
 
+@dataclass(frozen=True, kw_only=True)
+class UnifiedConfig(RunSettings):
+    """A recipe of one network that samples several tracks, such as a text and the image that it describes.
+
+    Each track continues the one before it. The tracks share all blocks but `sampling` and `algorithm`, which have one
+    entry for each.
+    """
+
+    bundle: Node
+    """The modules of one checkpoint."""
+    pipeline: Node
+    """Encodes prompts, samples the tracks one after another, and decodes."""
+    backend: Node
+    """The trainable weights: sharding, optimizer, snapshots."""
+    rollout: Node
+    """The engine that samples all tracks."""
+    stack: Node = field(metadata={"target": "unirl.train.unified_model_stack.UnifiedModelStack"})
+    """Updates and micro-batches of a step, and how the losses of the tracks share them."""
+    sync: Node | None = None
+    """Sends weights to an engine that has its own; absent = the engine uses the trained weights."""
+    sampling: dict[str, Node]
+    """The sampling settings of each track, the first track first. The last track is scored."""
+    algorithm: dict[str, Node]
+    """The loss of each track."""
+    trainer: Node = field(metadata={"target": "unirl.trainer.unified_model.UnifiedModelTrainer"})
+    """The trainer of the domain."""
+    credit: Literal["mean", "max", "sum"] = "mean"
+    """The reward of a row of a track, from the rewards of the rows that continue it."""
+    trained: tuple[str, ...] | None = None
+    """The tracks whose losses are trained; absent = all."""
+
+    def __post_init__(self) -> None:
+        tracks = list(self.sampling)
+        if len(tracks) < 2:
+            raise ValueError(
+                f"sampling has {len(tracks)} tracks. A recipe of one track writes sampling and algorithm without a name"
+            )
+        if set(self.algorithm) != set(tracks):
+            raise ValueError(
+                f"algorithm has the tracks {', '.join(self.algorithm) or 'none'}, and sampling has "
+                f"{', '.join(tracks)}. Write one loss for each track, or leave out tracks that are not sampled"
+            )
+        unknown = [track for track in self.trained or () if track not in tracks]
+        if unknown or self.trained == ():
+            raise ValueError(
+                f"trained={list(self.trained or ())} must name at least one of the tracks {', '.join(tracks)}"
+            )
+
+    @property
+    def policies(self) -> dict[str, RecipeConfig]:
+        """The recipe as each track sees it. The prompts of a track are the samples of the track before it."""
+        blocks = {name: getattr(self, name) for name in ("bundle", "pipeline", "backend", "rollout", "stack", "sync")}
+        of_track = {
+            track: blocks | {"sampling": sampling, "algorithm": self.algorithm[track]}
+            for track, sampling in self.sampling.items()
+        }
+        return seen_by_tracks(self, of_track, self.trained or tuple(of_track))
+
+
+def seen_by_tracks(
+    settings: RunSettings, blocks: Mapping[str, Mapping[str, Any]], trained: Sequence[str]
+) -> dict[str, RecipeConfig]:
+    """The recipe as each track of a chain sees it: the settings of the run, and the blocks of the track.
+
+    Args:
+        blocks: by track, from the first one to the last. Each track continues the one before it.
+        trained: the tracks whose weights are updated. No average is kept of other weights, since they stay as they are.
+    """
+    shared = {each.name: getattr(settings, each.name) for each in fields(RunSettings)}
+    untrained = shared | {"evaluation": replace(settings.evaluation, weights="live")}
+    views: dict[str, RecipeConfig] = {}
+    parent: RecipeConfig | None = None
+    for track, own in blocks.items():
+        of_track = {**(shared if track in trained else untrained), **own}
+        if parent is None:
+            parent = RecipeConfig(**of_track)
+        else:
+            of_track["batch_size"] = parent.batch_size * parent.samples_per_prompt
+            parent = ChildConfig(**of_track, parent=parent)
+        views[track] = parent
+    return views
+
+
+AnyConfig = RecipeConfig | EnhancerConfig | UnifiedConfig
 POLICIES = ("ar", "diffusion")
 """The blocks of the policies of a recipe that has several."""
+OF_TRACK = ("sampling", "algorithm")
+"""The blocks of a unified model's recipe that have an entry for each track."""
 
 
-def recipe_class(tree: Mapping[str, object]) -> type[RecipeConfig] | type[EnhancerConfig]:
-    """The class of a recipe: one with a block of a policy has several policies, unless it has the blocks of one."""
+def recipe_class(tree: Mapping[str, object]) -> type[AnyConfig]:
+    """The class of a recipe.
+
+    One with a block of a policy has several policies, unless it has the blocks of one. One whose sampling settings
+    have names has several tracks of one network.
+    """
+    if "bundle" in tree and any(_has_names(tree.get(block)) for block in OF_TRACK):
+        return UnifiedConfig
     blocks = [tree[name] for name in POLICIES if name in tree]
     has_models = any(isinstance(block, Mapping) and "bundle" in block for block in blocks)
     return EnhancerConfig if has_models or (blocks and "bundle" not in tree) else RecipeConfig
 
 
-def prefixes(tree: Mapping[str, object]) -> tuple[str, ...]:
-    """The beginnings of the keys of every policy: `ar.` and `diffusion.`, or nothing for a recipe of one policy."""
-    return tuple(f"{name}." for name in POLICIES) if recipe_class(tree) is EnhancerConfig else ("",)
+def _has_names(block: object) -> bool:
+    """True for a mapping of names to blocks."""
+    return (
+        isinstance(block, Mapping)
+        and "_target_" not in block
+        and any(isinstance(item, Mapping) and "_target_" in item for item in block.values())
+    )
+
+
+def policy_keys(tree: Mapping[str, object], key: str) -> list[str]:
+    """The key of each policy for the key of a recipe of one: `sampling.seed` gives `ar.sampling.seed` and so on.
+
+    Keys that the tracks of one network share occur once for each track.
+    """
+    kind = recipe_class(tree)
+    if kind is EnhancerConfig:
+        return [f"{name}.{key}" for name in POLICIES]
+    if kind is UnifiedConfig:
+        block, dot, rest = key.partition(".")
+        tracks = tree.get("sampling")
+        names = list(tracks) if isinstance(tracks, Mapping) else []
+        return [f"{block}.{name}{dot}{rest}" if block in OF_TRACK else key for name in names]
+    return [key]
 
 
 POLICY_BLOCKS = tuple(each.name for each in fields(PolicyConfig))
 """The blocks that each policy of a recipe of several has."""
-_POLICY_KEY = re.compile(rf"(?<![\w./])(?=(?:{'|'.join(POLICY_BLOCKS)})(?:\.[a-z_]|=[^\s=]))")
+_POLICY_KEY = re.compile(rf"(?<![\w./])({'|'.join(POLICY_BLOCKS)})(?=\.[a-z_]|=[^\s=])")
 
 
-def keys_of_policy(text: str, policy: str) -> str:
+def keys_of_policy(text: str, config: RecipeConfig) -> str:
     """A text for the user in which the keys of a policy are those of the recipe: `ar.stack.micro_batch_size`.
 
     Args:
-        policy: "" for the only policy of a recipe, whose keys stay as they are.
+        config: the recipe as the policy sees it. The keys of the only policy of a recipe stay as they are.
     """
-    return _POLICY_KEY.sub(f"{policy}.", text) if policy else text
+
+    def key(match: re.Match[str]) -> str:
+        path = config.path_of(match[1])
+        return match[1] if text.startswith(path, match.start()) else path
+
+    return _POLICY_KEY.sub(key, text)
 
 
-def said_of_policy(text: str, policy: str) -> str:
-    """A refusal or a notice that names its policy: by its keys, or before the text if that does not begin with one."""
-    named = keys_of_policy(text, policy)
-    shared = re.match(r"\w+", named)
-    is_shared = shared is not None and shared[0] in {each.name for each in fields(RunSettings)}
-    return named if not policy or is_shared or named.startswith(f"{policy}.") else f"{policy}: {named}"
+def said_of_policy(text: str, policy: str, config: RecipeConfig) -> str:
+    """A refusal or a notice that names its policy: by its keys, or before the text if that does not begin with one.
+
+    Args:
+        policy: the name of the policy; "" for the only one of a recipe.
+    """
+    named = keys_of_policy(text, config)
+    first = re.match(r"\w+", named)
+    shared = {each.name for each in fields(RunSettings)} | {n for n in POLICY_BLOCKS if config.path_of(n) == n}
+    is_shared = first is not None and first[0] in shared
+    begins_with_policy = named.startswith((f"{policy}.", *(f"{block}.{policy}" for block in OF_TRACK)))
+    return named if not policy or is_shared or begins_with_policy else f"{policy}: {named}"

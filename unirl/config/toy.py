@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from unirl.config.build import SPECIAL, schemas_of
 from unirl.config.device_sets import num_device_sets, num_named, scaled
 from unirl.config.merge import ConfigLayer, Tree, fold, get, join, leaves, put
-from unirl.config.recipe import MAX_DEVICES, prefixes
+from unirl.config.recipe import MAX_DEVICES, policy_keys
 
 QUANTITIES: Mapping[str, object] = {
     "devices_per_node": None,
@@ -29,6 +29,7 @@ QUANTITIES: Mapping[str, object] = {
 GROUP = "sampling.samples_per_prompt"
 """A recipe's own value is kept if it is smaller: a loss may need groups of one, and a recorded pair has 2 samples."""
 
+UPDATES = "stack.num_updates_per_batch"
 FRAMES, MOST_FRAMES = "sampling.num_frames", 5
 """A recipe's own value is kept if it is smaller. 5 frames are two latent frames of a VAE that compresses 4 to 1."""
 
@@ -48,15 +49,17 @@ def toy_layer(tree: Tree, plugins: tuple[str, ...] = (), typed: Tree | None = No
     for path, schema in schemas.items():
         for name, value in schema.toy.items():
             put(toy, join(path, name), value)
-    for policy in ("", *prefixes(tree)):
-        for path, value in QUANTITIES.items():
-            parent, _, name = f"{policy}{path}".rpartition(".")
+    for quantity, value in QUANTITIES.items():
+        for path in (quantity, *policy_keys(tree, quantity)):
+            parent, _, name = path.rpartition(".")
             if parent in schemas and name in schemas[parent].keys:
-                put(toy, f"{policy}{path}", value)
-        if _is_small(get(tree, policy + GROUP), get(toy, policy + GROUP)):
-            put(toy, policy + GROUP, get(tree, policy + GROUP))
-        if _is_small(MOST_FRAMES, get(tree, policy + FRAMES)):
-            put(toy, policy + FRAMES, MOST_FRAMES)
+                put(toy, path, value)
+    for path in policy_keys(tree, GROUP):
+        if _is_small(get(tree, path), get(toy, path)):
+            put(toy, path, get(tree, path))
+    for path in policy_keys(tree, FRAMES):
+        if _is_small(MOST_FRAMES, get(tree, path)):
+            put(toy, path, MOST_FRAMES)
     for path, value in _devices(tree, typed or {}).items():
         put(toy, path, value)
     put(toy, "batch_size", _num_prompts(fold((ConfigLayer("", tree), ConfigLayer("", toy)))))
@@ -98,9 +101,8 @@ def _devices(tree: Tree, typed: Tree) -> Tree:
 def _num_prompts(tree: Tree) -> int:
     """The smallest P >= NUM_PROMPTS for which the updates of every policy divide the P x N samples of its track."""
     samples, multiple = 1, 1
-    for policy in prefixes(tree):
-        group = get(tree, policy + GROUP, 1)
-        updates = get(tree, f"{policy}stack.num_updates_per_batch", 1)
+    for group_key, updates_key in zip(policy_keys(tree, GROUP), policy_keys(tree, UPDATES), strict=True):
+        group, updates = get(tree, group_key, 1), get(tree, updates_key, 1)
         if not (isinstance(group, int) and isinstance(updates, int) and min(group, updates) > 0):
             return NUM_PROMPTS
         samples *= group

@@ -84,6 +84,10 @@ class Bundle(ABC):
     def stage(self) -> Stage:
         """The trained network as a policy that samples and replays. It uses no other component."""
 
+    def stage_of(self, track: str) -> Stage:
+        """The policy of a track. One network may be several policies, such as one of text and one of images."""
+        return self.stage()
+
     def saved(self) -> SavedWeights:
         """The weights of the trained module as the checkpoint stores them, readable row by row."""
         raise NotImplementedError(f"{type(self).__name__} cannot fill a module that was built without storage")
@@ -179,6 +183,9 @@ class Pipeline(Protocol):
 
     @property
     def facts(self) -> ModelFacts: ...
+
+    def stage_of(self, track: str) -> Stage:
+        """The policy of a track: `stage`, unless the pipeline has several."""
 
     def generate(self, req: RolloutReq, chunk_size: int) -> RolloutResp:
         """Sample all rows of a request with pinned sampling settings, about `chunk_size` rows at a time."""

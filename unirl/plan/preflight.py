@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 from unirl.algorithms.base import StageAlgorithm
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
@@ -106,7 +106,7 @@ def preflight(recipe: Recipe) -> Preflight:
     texts: list[str] = []
     check_composition(recipe)
     for name, policy in recipe.policies.items():
-        with of_policy(name):
+        with of_policy(name, policy):
             check_roles(policy)
             needs = needs_of(policy)
             check_sampling_contract(policy)
@@ -117,7 +117,7 @@ def preflight(recipe: Recipe) -> Preflight:
             check_compatibility(policy, needs, plan, is_scored=name in ("", trainer_class(config).track))
             check_model(policy)
             check_sampling(policy, needs)
-            texts += [said_of_policy(text, name) for text in policy_notices(policy, plan, geometry, needs)]
+            texts += [said_of_policy(text, name, policy) for text in policy_notices(policy, plan, geometry, needs)]
     check_tracks(recipe)
     check_evaluation(recipe)
     check_data(config)
@@ -127,14 +127,18 @@ def preflight(recipe: Recipe) -> Preflight:
 
 
 @contextmanager
-def of_policy(name: str) -> Iterator[None]:
-    """Name the policy and its keys in a refusal of one of its settings, where a recipe has several."""
+def of_policy(name: str, config: RecipeConfig) -> Iterator[None]:
+    """Name the policy and its keys in a refusal of one of its settings, where a recipe has several.
+
+    Args:
+        config: the recipe as the policy sees it.
+    """
     try:
         yield
     except (ConfigError, MemoryShortageError) as error:
         if not name:
             raise
-        raise type(error)(said_of_policy(str(error), name)) from error
+        raise type(error)(said_of_policy(str(error), name, config)) from error
 
 
 @runtime_checkable
@@ -145,7 +149,7 @@ class TrainerClass(Protocol):
     """
 
     track: str
-    parents: Mapping[str, str]
+    num_tracks: Literal["one", "several", "any"]
 
     def train(self) -> None: ...
 
@@ -164,13 +168,13 @@ def trainer_class(config: RecipeConfig) -> TrainerClass:
 
 def check_composition(recipe: Recipe) -> None:
     """The trainer, and the engine of a recipe of several policies, must be made for as many policies."""
-    trainer, has_several = recipe.config.trainer, bool(trainer_class(recipe.config).parents)
-    if len(recipe.policies) == 1 and has_several:
+    trainer, number = recipe.config.trainer, trainer_class(recipe.config).num_tracks
+    if len(recipe.policies) == 1 and number == "several":
         raise IncompatibleError(
             f"trainer: {trainer.class_name} trains several policies, and this recipe has one. Write ~trainer, or take "
             "a recipe of several policies, such as pe/quickstart"
         )
-    if len(recipe.policies) > 1 and not has_several:
+    if len(recipe.policies) > 1 and number == "one":
         raise IncompatibleError(
             f"trainer: {trainer.class_name} trains one policy, and this recipe has {' and '.join(recipe.policies)}. "
             "Leave the trainer block out"
@@ -189,21 +193,33 @@ def check_tracks(recipe: Recipe) -> None:
     if len(recipe.policies) == 1:
         return
     if config.refill is not None:
-        raise IncompatibleError("refill draws further prompts for one track, and this recipe has two. Write ~refill")
+        raise IncompatibleError(
+            "refill draws further prompts for one track, and this recipe has several. Write ~refill"
+        )
     if config.recorded_roles:
         raise IncompatibleError(
-            f"data_source.recorded={list(config.recorded_roles)}: recorded samples belong to prompts that were not "
-            "rewritten. Write ~data_source.recorded"
+            f"data_source.recorded={list(config.recorded_roles)}: recorded samples continue no sample of another "
+            "track. Write ~data_source.recorded"
         )
-    assert recipe.engine is not None, "a recipe of several policies has an engine that composes theirs"
-    if issubclass(recipe.engine.schema.owner, ComposedRolloutEngine):
+    if recipe.engine is not None and issubclass(recipe.engine.schema.owner, ComposedRolloutEngine):
         check_texts(recipe.engine.require("pe_instruction", str), recipe.engine.get("pe_marker", str))
-    for name, policy in recipe.policies.items():
-        if needs_of(policy).differentiable_reward:
+    last = trainer_class(config).track
+    if last != list(recipe.policies)[-1]:
+        raise IncompatibleError(
+            f"the reward scores the track {last}, and the last track of this recipe is {list(recipe.policies)[-1]}. "
+            f"Name the last track {last}"
+        )
+    for policy in recipe.policies.values():
+        needs, loss = needs_of(policy), f"{policy.algorithm.path}: {policy.algorithm.class_name}"
+        if needs.differentiable_reward:
             raise IncompatibleError(
-                f"{name}.algorithm: {policy.algorithm.class_name} differentiates the reward of the prompt that was "
-                f"sampled, and rewrites are scored against the original one. Use a loss on rewards alone, such as "
-                f"{dotted_name(DiffusionGRPO)}"
+                f"{loss} differentiates the reward of the prompt that was sampled, and samples are scored against the "
+                f"original one. Use a loss on rewards alone, such as {dotted_name(DiffusionGRPO)}"
+            )
+        if recipe.shares_weights and (needs.pairs or needs.ema_rollout):
+            raise IncompatibleError(
+                f"{loss} chooses its own rows or weights, which the tracks of one network share. Use a loss on "
+                f"advantages, such as {dotted_name(DiffusionGRPO)}"
             )
 
 
@@ -305,6 +321,7 @@ def check_model(config: RecipeConfig) -> None:
         sized = [(f"data_source.sizes={list(size)}: ", sampling.at_size(*size)) for size in sizes_of(config)]
     facts = known_facts(config)
     if facts is not None:
+        facts = facts.of(sampling)
         check_component(config.backend.get("trainable_attr", str), facts)
         check_adapted(config)
         evaluation = sampling.for_evaluation(config.evaluation.settings(sampling.evaluation_keys))

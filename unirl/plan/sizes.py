@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
@@ -73,6 +73,7 @@ class RunSizes:
         owner = config.bundle.schema.owner
         assert isinstance(owner, Estimated) and config.model_path is not None
         estimate = owner.estimate(config.model_path, config.model_revision)
+        estimate = replace(estimate, facts=estimate.facts.of(build(config.sampling)))
         geometry = geometry_of(config, placement, needs)
         transfer = _transfer(config, placement, estimate)
         sizes = _sizes(config, placement, geometry, needs, estimate, transfer)

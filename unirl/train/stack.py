@@ -28,6 +28,16 @@ Update = list[RolloutTrack]
 """The micro-batches of one update, in order."""
 
 
+@dataclass(frozen=True)
+class PreparedStep:
+    """The rows of a step, ready to be trained."""
+
+    updates: list[Update]
+    now: TrainingProgress
+    parity: Metrics
+    """Metrics of the difference between the recorded log-probs and those of the anchor pass."""
+
+
 def merge_ranks(results: Sequence[TrainStepResult]) -> TrainStepResult:
     """Merge the results of all ranks, update by update."""
     return TrainStepResult(tuple(merge(ranks) for ranks in zip(*(r.updates for r in results), strict=True)))
@@ -117,13 +127,21 @@ class TrainStack:
     @scatter(merge_ranks, unread=("decoded",))
     def train_track(self, track: RolloutTrack, now: TrainingProgress = START) -> TrainStepResult:
         """Train on all rows of `track`. The result has one entry of metrics per update."""
-        updates = self._split(track)
-        parity = self._prepare(updates)
-        now = self._with_totals(updates, now)
-        results = [self._update(micros, now, first=u == 0) for u, micros in enumerate(updates)]
-        results[0] = merge([results[0], parity])
+        work = self.prepare(track, now)
+        results = [self.update(micros, work.now, first=u == 0) for u, micros in enumerate(work.updates)]
+        results[0] = merge([results[0], work.parity])
         self.backend.finish_step()
         return TrainStepResult(tuple(results))
+
+    def prepare(self, track: RolloutTrack, now: TrainingProgress = START, is_first: bool = True) -> PreparedStep:
+        """The updates of a step, with their anchors. It comes before the first update of any loss on these weights.
+
+        Args:
+            is_first: the first update of this track is the first one on these weights in the step.
+        """
+        updates = self._split(track)
+        parity = self._prepare(updates, own_anchors=int(is_first))
+        return PreparedStep(updates, self._with_totals(updates, now), parity)
 
     @scatter(merge, unread=("decoded",))
     def measure_parity(self, track: RolloutTrack) -> Metrics:
@@ -227,15 +245,18 @@ class TrainStack:
             )
         return costs.tolist()
 
-    def _prepare(self, updates: list[Update]) -> Metrics:
+    def _prepare(self, updates: list[Update], own_anchors: int = 1) -> Metrics:
         """Run the anchor pass, which fills the segments of `updates` in place, and return its parity metrics.
 
         The pass runs before any update, while no autograd graph is alive. The first update uses the detached values of
         its own forward pass as live anchors, so only later updates need measured ones, unless the loss uses totals.
+
+        Args:
+            own_anchors: the number of updates whose forward passes run on the weights that sampled.
         """
         metrics: list[Metrics] = []
         for snapshot in sorted({anchor.snapshot for anchor in self.algorithm.anchors().values()}):
-            first = 1 if snapshot == "live" and not self.algorithm.needs.totals else 0
+            first = own_anchors if snapshot == "live" and not self.algorithm.needs.totals else 0
             with torch.no_grad(), self.backend.weights(snapshot):
                 total = sum(map(len, updates[first:]))
                 for micros in updates[first:]:
@@ -254,30 +275,53 @@ class TrainStack:
         rank = current()
         return replace(now, totals=tuple(rank.sum_over_dp(total) for total in torch.stack(own).sum(0).tolist()))
 
-    def _update(self, micros: Update, now: TrainingProgress, first: bool) -> Metrics:
+    def update(self, micros: Update, now: TrainingProgress, first: bool) -> Metrics:
         """One optimizer update over `micros`."""
-        rank = current()
-        count = rank.sum_over_dp(sum(self.algorithm.count(micro) for micro in micros))
+        count = self.count(micros)
         if count == 0:
             # Every rank sees the same count, so all ranks return here together.
             return {"train/skipped_updates": Metric.sum(1.0)}
+        total, metrics = self.accumulate(micros, now, first, 1.0 / count)
+        return self.step(total, metrics)
+
+    def count(self, micros: Update) -> float:
+        """The weighted number of elements of an update, over all ranks. This is a collective."""
+        return current().sum_over_dp(sum(self.algorithm.count(micro) for micro in micros))
+
+    def accumulate(
+        self, micros: Update, now: TrainingProgress, first: bool, scale: float, is_last: bool = True
+    ) -> tuple[Tensor, Metrics]:
+        """Add the gradient of an update, and return its scaled loss on this rank, [] float64, with its metrics.
+
+        Args:
+            first: the weights are those that sampled the rows.
+            scale: the factor of the sum of losses.
+            is_last: no further gradient is added before the optimizer steps.
+        """
         total = torch.zeros((), device=self.backend.device, dtype=torch.float64)
         metrics: list[Metrics] = []
         for i, micro in enumerate(micros):
-            backward = partial(self._backward, total, 1.0 / count, i == len(micros) - 1)
+            backward = partial(self._backward, total, scale, is_last and i == len(micros) - 1)
             micro_metrics = self.algorithm.compute_loss_and_backward(
                 self.stage, self._placed(micro), backward, now, first_update=first
             )
             # In float64, sums do not depend on how rows are spread over micro-batches and ranks.
             metrics.append(map_value(micro_metrics, Tensor.double))
             progress("micro-batch", len(micros))
+        return total, merge(metrics)
+
+    def step(self, total: Tensor, metrics: Metrics) -> Metrics:
+        """Update the weights by the gradient that was added. Returns `metrics` with those of the update.
+
+        Args:
+            total: [] float64 the loss on this rank.
+
+        Raises:
+            DivergenceError: too many updates in a row were not finite.
+        """
         stats = self.backend.step(self.max_grad_norm, total)
         self._check_finite(stats, total)
-        if stats.skipped:
-            return _update_metrics(stats)
-        # The losses of the ranks add up. A mean metric of weight 1 / dp on each rank merges to their sum.
-        loss = Metric(total, 1.0 / rank.dp_size, "mean")
-        return _update_metrics(stats) | {"train/loss": loss} | merge(metrics)
+        return _update_metrics(stats) if stats.skipped else _update_metrics(stats) | loss_metric(total) | metrics
 
     def _backward(self, total: Tensor, scale: float, last_rows: bool, loss: Tensor, last_part: bool) -> None:
         """Scale the loss of one part, add it to `total` in place, and pass it to the backend."""
@@ -301,6 +345,12 @@ class TrainStack:
 def _micro(rows: RolloutTrack, piece: Micro) -> RolloutTrack:
     chosen = rows.select(piece.rows)
     return chosen.replace(weight=torch.zeros_like(chosen.weight)) if piece.is_fill else chosen
+
+
+def loss_metric(total: Tensor) -> Metrics:
+    """The loss of an update as a metric. `total` [] is this rank's share of it."""
+    # The losses of the ranks add up. A mean metric of weight 1 / dp on each rank merges to their sum.
+    return {"train/loss": Metric(total, 1.0 / current().dp_size, "mean")}
 
 
 def _update_metrics(stats: UpdateStats) -> Metrics:

@@ -1,18 +1,14 @@
-"""How a checked recipe becomes a trainer: every role is built here, and every line says what it is given.
+"""How a checked recipe becomes a trainer: what a run needs, the reward, and the policies, joined in a loop.
 
-trainside    train devices:  bundle pipeline stage backend algorithm stack rollout
-dedicated    train devices:  bundle stage backend algorithm stack sender   (only the trained module of the model)
-             engine devices: bundle pipeline rollout                       (the whole model)
-reward       on the devices that the placement gives it
+`unirl/trainer/places.py` builds the roles of each policy. The reward is on the devices that the placement gives it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from unirl.algorithms.base import StageAlgorithm
 from unirl.config.build import build
@@ -22,21 +18,14 @@ from unirl.config.load import Recipe
 from unirl.config.node import Node, nodes_below
 from unirl.config.recipe import RecipeConfig, said_of_policy
 from unirl.data.datasets import Prompt
-from unirl.distributed import current
 from unirl.distributed.group.base import Pool
-from unirl.distributed.group.handle import Group, Handle, Remote, Siblings
+from unirl.distributed.group.handle import Group
 from unirl.distributed.group.pool import open_pool
-from unirl.distributed.weight_sync.base import NoSync
-from unirl.distributed.weight_sync.endpoints import WeightSender
-from unirl.models.base import Bundle, Pipeline
-from unirl.models.denoising.bundle import DiffusionBundle
-from unirl.models.denoising.differentiable import DifferentiableStage
-from unirl.models.denoising.pipeline import DiffusionPipeline
 from unirl.models.loading.checkpoint import TOY
 from unirl.models.loading.hub import ModelSource, look_up, quiet_downloads
 from unirl.plan.machine import check_machine, check_memory, is_elsewhere
-from unirl.plan.placement import PlacementPlan, capabilities_of, plan_of
-from unirl.plan.preflight import KnownModel, check_disk, needs_of, of_policy, trainer_class
+from unirl.plan.placement import capabilities_of, plan_of
+from unirl.plan.preflight import check_disk, needs_of, of_policy, trainer_class
 from unirl.plan.prompts import load_data
 from unirl.plan.sizes import RecipeSizes
 from unirl.plan.threads import ThreadChoice, in_use, threads_of
@@ -46,15 +35,14 @@ from unirl.reward.failures import STRICT, DropBudget
 from unirl.reward.service import RewardService
 from unirl.rollout.engine.base import RolloutEngine
 from unirl.tracking.tracker import Tracker
-from unirl.train.backend.base import TrainBackend
 from unirl.train.backend.checkpoint import CheckpointStore, ResumePoint
 from unirl.train.backend.snapshots import LIVE
 from unirl.train.configs import EmaLoraConfig
 from unirl.train.parity import ParityGate
-from unirl.train.stack import TrainStack
-from unirl.trainer.learner import Learner
+from unirl.trainer.learner import Learner, TrackLearner
 from unirl.trainer.loop import Trainer
 from unirl.trainer.micro_batch import MicroBatch, chooses_micro_batch
+from unirl.trainer.places import Places, named, place_dedicated, place_trainside
 from unirl.trainer.publishing import Publisher
 from unirl.trainer.requests import RequestMaker, TrackSampling
 from unirl.trainer.residency import Phases, Residency, Roles
@@ -62,10 +50,9 @@ from unirl.trainer.resume import check_resumable, continued, resume_point
 from unirl.trainer.run_folder import continuation, open_tracker, run_root
 from unirl.trainer.run_state import RunState, environment, recorded_threads, saved_choices
 from unirl.types.device import DeviceKind
+from unirl.types.facts import ModelFacts
 from unirl.types.progress import Heartbeat, reporting_to
 from unirl.types.protocols import DataSource, Stateful
-
-RoleT = TypeVar("RoleT")
 
 
 @contextmanager
@@ -131,8 +118,8 @@ def pool_of(sizes: Mapping[str, RecipeSizes], tracker: Tracker, threads: ThreadC
     """The devices of a recipe. Stalled calls write the stacks of all workers into the run's `logs`."""
     config = next(iter(sizes.values())).config
     for name, policy in sizes.items():
-        with of_policy(name):
-            check_machine(policy, warning_of(name, tracker.warn))
+        with of_policy(name, policy.config):
+            check_machine(policy, warning_of(name, policy.config, tracker.warn))
     opening = Heartbeat(f"start of runtime {config.runtime_in_use}")
     with tracker.watching(lambda: f"load: {opening.status()}"):
         pool = open_pool(
@@ -157,13 +144,13 @@ def check_device_memory(
 ) -> None:
     """Refuse a device that is too small for any of the policies. Each one is counted by itself."""
     for name, policy in sizes.items():
-        with of_policy(name):
-            check_memory(policy, kind, warning_of(name, warn), devices)
+        with of_policy(name, policy.config):
+            check_memory(policy, kind, warning_of(name, policy.config, warn), devices)
 
 
-def warning_of(policy: str, warn: Callable[[str], None]) -> Callable[[str], None]:
+def warning_of(policy: str, config: RecipeConfig, warn: Callable[[str], None]) -> Callable[[str], None]:
     """`warn` for texts about one policy, which name it."""
-    return lambda text: warn(said_of_policy(text, policy))
+    return lambda text: warn(said_of_policy(text, policy, config))
 
 
 def status_of(pool: Pool) -> str:
@@ -193,17 +180,19 @@ def assemble(
     drops = DropBudget(STRICT if on_failure is None else build(on_failure))
     saved = {} if resume.checkpoint is None else saved_choices(resume.checkpoint.path)
     plan = plan_of(config)
-    reward = Places("", pool, plan, config).node(pool.group(plan.reward), "reward", RewardService, config.reward)
+    reward = Places("", pool, plan, {"": config}).node(pool.group(plan.reward), "reward", RewardService, config.reward)
     chosen: dict[str, Any] = {}
-    learners = {
-        name: place_learner(
-            name, name or domain.track, name in recipe.trained, sizes[name], reward, pool, saved, chosen, tracker
-        )
-        for name in recipe.policies
-    }
+    learners: dict[str, Learner] = {}
+    for name, tracks in recipe.weights.items():
+        views = {track or domain.track: sizes[track] for track in tracks}
+        trained = [track or domain.track for track in tracks if track in recipe.trained]
+        learners[name] = place_learner(name, views, trained, reward, pool, saved, chosen, tracker)
+    tracks_of_run = {name: each for learner in learners.values() for name, each in learner.tracks.items()}
     stateful: dict[str, object] = {"data": data, "advantage": advantage, "drops": drops}
+    for name, each in zip(recipe.policies, tracks_of_run.values(), strict=True):
+        stateful[named(name, "kl")] = each.kl
     for name, learner in learners.items():
-        stateful |= {named(name, "kl"): learner.kl, named(name, "publisher"): learner.publisher}
+        stateful[named(name, "publisher")] = learner.publisher
     state = RunState(
         policies=learners,
         tracker=tracker,
@@ -220,10 +209,11 @@ def assemble(
         timers=tracker.timers,
         pool=pool,
         residencies={
-            learner.track: Residency(plan_of(learner.config), learner.roles, owns_reward=learner.track == domain.track)
+            learner.track: Residency(plan, learner.roles, owns_reward=learner.track == domain.track)
             for learner in learners.values()
+            for plan in [plan_of(learner.tracks[learner.track].config)]
         },
-        shortage=partial(memory_advice, sizes, learners),
+        shortage=partial(memory_advice, sizes, list(tracks_of_run.values())),
     )
     trainer: Trainer = build(
         config.trainer,
@@ -231,7 +221,7 @@ def assemble(
         learners=tuple(learners.values()),
         rollout=engine_of(recipe, learners, phases),
         reward=reward,
-        requests=RequestMaker(tracks={each.track: sampling_of(each, domain.parents) for each in learners.values()}),
+        requests=RequestMaker(tracks=samplings_of(tracks_of_run)),
         data=data,
         advantage=advantage,
         drops=drops,
@@ -249,33 +239,36 @@ def engine_of(recipe: Recipe, learners: Mapping[str, Learner], phases: Phases) -
         return learner.roles.rollout
     engine: RolloutEngine = build(
         recipe.engine,
-        engines={learner.track: learner.roles.rollout for learner in learners.values()},
+        engines={track: learner.roles.rollout for learner in learners.values() for track in learner.tracks},
         turn=phases.turn,
     )
     return engine
 
 
-def sampling_of(learner: Learner, parents: Mapping[str, str]) -> TrackSampling:
-    """The sampling settings of a policy, for training and for evaluations."""
-    config, sampling = learner.config, build(learner.config.sampling)
-    parent = parents.get(learner.track)
-    settings = config.evaluation.settings(sampling.evaluation_keys)
-    if parent is not None:
-        settings["samples_per_prompt"] = 1  # evaluation.samples_per_prompt is the number of rewrites of a prompt
-    return TrackSampling(
-        facts=learner.facts,
-        parent=parent,
-        training=sampling,
-        evaluation=sampling.for_evaluation(settings),
-        eval_weights=config.evaluation.weights,
-    )
+def samplings_of(tracks: Mapping[str, TrackLearner]) -> dict[str, TrackSampling]:
+    """The sampling settings of each track, for training and for evaluations. Each continues the one before it."""
+    samplings: dict[str, TrackSampling] = {}
+    parent: str | None = None
+    for name, track in tracks.items():
+        config, sampling = track.config, build(track.config.sampling)
+        settings = config.evaluation.settings(sampling.evaluation_keys)
+        if parent is not None:
+            settings["samples_per_prompt"] = 1  # evaluation.samples_per_prompt counts the samples of the first track
+        samplings[name] = TrackSampling(
+            facts=track.facts,
+            parent=parent,
+            training=sampling,
+            evaluation=sampling.for_evaluation(settings),
+            eval_weights=config.evaluation.weights,
+        )
+        parent = name
+    return samplings
 
 
 def place_learner(
     policy: str,
-    track: str,
-    is_trained: bool,
-    sizes: RecipeSizes,
+    tracks: Mapping[str, RecipeSizes],
+    trained: Sequence[str],
     reward: RewardService,
     pool: Pool,
     saved: Mapping[str, Any],
@@ -285,45 +278,68 @@ def place_learner(
     """Place the roles of one policy.
 
     Args:
+        tracks: what each track of the policy sees of the recipe; the last one decodes.
         saved: what the run that continues chose for open settings.
         chosen: gets the open settings of this policy.
     """
-    plan = plan_of(sizes.config)
-    tiling = tiling_key(sizes.config)
-    tiles = tiling_of(sizes, pool.group(plan.rollout), saved.get(tiling), tracker.choice)
-    config = sizes.config if tiles is None else with_tiling(sizes.config, tiles)
-    if tiles:
-        sizes = RecipeSizes(config)  # decoding in tiles needs less memory
+    *_, last = tracks
+    plan, tiling = plan_of(tracks[last].config), tiling_key(tracks[last].config)
+    tiles = tiling_of(tracks[last], pool.group(plan.rollout), saved.get(tiling), tracker.choice)
+    if tiles is not None:
+        tracks = {name: RecipeSizes(with_tiling(sizes.config, tiles)) for name, sizes in tracks.items()}
+        chosen |= {tiling: tiles}
+    configs = {name: sizes.config for name, sizes in tracks.items()}
     place_roles = place_dedicated if plan.is_dedicated else place_trainside
-    roles = place_roles(Places(policy, pool, plan, config), reward)
-    algorithm: StageAlgorithm[object] = build(config.algorithm)
-    needs = needs_of(config)
-    micro_batch = MicroBatch(sizes, roles.stack, tracker.choice) if chooses_micro_batch(config) else None
-    chosen |= {} if tiles is None else {tiling: tiles}
-    chosen |= {} if micro_batch is None else {micro_batch.key: None}
+    roles = place_roles(Places(policy, pool, plan, configs, trained), reward)
+    config, facts = configs[last], roles.rollout.facts()
     return Learner(
-        track=track,
-        is_trained=is_trained,
-        config=config,
+        tracks={
+            name: track_learner(name, name in trained, sizes, roles, facts, chosen, tracker, len(tracks) > 1)
+            for name, sizes in tracks.items()
+        },
         roles=roles,
-        facts=roles.rollout.facts(),
-        needs=needs,
         publisher=Publisher(
             roles.sync,
             roles.backend,
             interval=config.weight_sync_interval if roles.has_own_weights else 1,
-            weights=EmaLoraConfig.snapshot if needs.ema_rollout else LIVE,
+            weights=EmaLoraConfig.snapshot if needs_of(config).ema_rollout else LIVE,
         ),
+    )
+
+
+def track_learner(
+    track: str,
+    is_trained: bool,
+    sizes: RecipeSizes,
+    roles: Roles,
+    facts: ModelFacts,
+    chosen: dict[str, Any],
+    tracker: Tracker,
+    shares_keys: bool,
+) -> TrackLearner:
+    """What a policy learns from one track.
+
+    Args:
+        chosen: gets the open settings of this track.
+        shares_keys: other tracks of the policy have the same stack block.
+    """
+    config, stack = sizes.config, roles.stacks[track]
+    algorithm: StageAlgorithm[object] = build(config.algorithm)
+    name = track if shares_keys else ""
+    micro_batch = MicroBatch(sizes, stack, tracker.choice, name) if chooses_micro_batch(config) else None
+    chosen |= {} if micro_batch is None else {micro_batch.key: None}
+    return TrackLearner(
+        track=track,
+        is_trained=is_trained,
+        config=config,
+        stack=stack,
+        facts=facts.of(build(config.sampling)),
+        needs=needs_of(config),
         kl=algorithm.kl_controller(),
         parity=parity_gate(config, algorithm),
         micro_batch=micro_batch,
         chosen=chosen,
     )
-
-
-def named(policy: str, name: str) -> str:
-    """The name of something that each policy has: `stack`, or `ar.stack` in a recipe of several policies."""
-    return f"{policy}.{name}" if policy else name
 
 
 def tiling_of(
@@ -348,137 +364,17 @@ def tiling_of(
     return tiles
 
 
-def memory_advice(sizes: Mapping[str, RecipeSizes], learners: Mapping[str, Learner], phase: str) -> str:
+def memory_advice(sizes: Mapping[str, RecipeSizes], learners: Sequence[TrackLearner], phase: str) -> str:
     """The plan's advice for a phase that ran out of memory. Empty if no bundle can estimate the size of its model."""
     from unirl.plan.fit import shortage
 
     advice = []
-    for name, policy in sizes.items():
-        run, micro_batch = policy.run, learners[name].micro_batch
+    for (name, policy), learner in zip(sizes.items(), learners, strict=True):
+        run, micro_batch = policy.run, learner.micro_batch
         if run is not None:
             text = shortage(run if micro_batch is None else micro_batch.applied_to(run), phase)
-            advice.append(said_of_policy(text, name))
+            advice.append(said_of_policy(text, name, policy.config))
     return "\n  ".join(advice)
-
-
-# Placement of roles, one builder per relation of the engine to the trainer
-
-
-@dataclass(frozen=True)
-class Places:
-    """Places the roles of one policy: on the devices of its plan, under names that begin with the policy's."""
-
-    policy: str
-    pool: Pool
-    plan: PlacementPlan
-    config: RecipeConfig
-
-    def node(self, workers: Group, name: str, role: type[RoleT], node: Node, **arguments: object) -> RoleT:
-        """Build the object of a recipe block on every worker, and return its handle.
-
-        The class and the classes of its inner blocks may also take the `device` of the worker.
-
-        Args:
-            role: the contract that the object keeps.
-        """
-        return cast(RoleT, self.made(workers, name, partial(build_on_device, node), **arguments))
-
-    def made(self, workers: Group, name: str, make: Callable[..., RoleT], **arguments: object) -> RoleT:
-        """Build a role on every worker as `make(**arguments)`, and return its handle, typed as the role itself.
-
-        An argument that is the handle of a role on the same workers arrives there as that role itself.
-        """
-        siblings = {argument: value.role_name for argument, value in arguments.items() if isinstance(value, Handle)}
-        values = {argument: value for argument, value in arguments.items() if not isinstance(value, Handle)}
-        build_it = partial(make_beside, make, siblings, values)
-        return cast(RoleT, workers.place(Remote(named(self.policy, name), build_it, self.config.num_updates)))
-
-    def training(self, train: Group, bundle: Bundle, stage: object) -> tuple[TrainBackend, TrainStack]:
-        """The backend, which prepares the bundle's module for training in place, and the stack."""
-        config = self.config
-        run = {"seed": config.seed, "run_updates": config.total_updates}
-        backend = self.node(train, "backend", TrainBackend, config.backend, bundle=bundle, **run)
-        algorithm = self.node(train, "algorithm", StageAlgorithm, config.algorithm)
-        stack = self.node(train, "stack", TrainStack, config.stack, backend=backend, algorithm=algorithm, stage=stage)
-        return backend, stack
-
-
-def place_trainside(places: Places, reward: RewardService) -> Roles:
-    """The engine samples with the very weights that are trained, in the processes that train them."""
-    config, train = places.config, places.pool.group(places.plan.train)
-    bundle = places.node(train, "bundle", Bundle, config.bundle)
-    pipeline = places.node(train, "pipeline", Pipeline, config.pipeline, bundle=bundle)
-    stage: object
-    if needs_of(config).differentiable_reward:
-        stage = places.made(train, "stage", differentiable_stage, pipeline=pipeline, reward=reward)
-    else:
-        stage = places.made(train, "stage", lambda pipeline: pipeline.stage, pipeline=pipeline)
-    backend, stack = places.training(train, bundle, stage)
-    rollout = places.node(train, "rollout", RolloutEngine, config.rollout, pipeline=pipeline, backend=backend)
-    return Roles(
-        rollout=rollout, reward=reward, stack=stack, backend=backend, sync=NoSync(), train_ranks=train.num_ranks
-    )
-
-
-def place_dedicated(places: Places, reward: RewardService) -> Roles:
-    """The engine has weights of its own, on the same devices in turns (colocate) or on others (separate).
-
-    The trainer needs neither encoders nor decoder, so its bundle holds only the trained module.
-    """
-    config, plan = places.config, places.plan
-    train, engine = places.pool.group(plan.train), places.pool.group(plan.rollout)
-    bundle = places.node(train, "bundle", Bundle, config.bundle, components=trained_components(config))
-    stage = places.made(train, "stage", lambda bundle: bundle.stage(), bundle=bundle)
-    backend, stack = places.training(train, bundle, stage)
-
-    engine_bundle = places.node(engine, "engine_bundle", Bundle, config.bundle)
-    engine_pipeline = places.node(engine, "engine_pipeline", Pipeline, config.pipeline, bundle=engine_bundle)
-    rollout = places.node(engine, "rollout", RolloutEngine, config.rollout, pipeline=engine_pipeline)
-
-    # The sender reaches an engine in its own process directly: beside it on a worker, or in the driver's process.
-    colocated = rollout if engine is train else engine.role_here(named(places.policy, "rollout"))
-    sender = places.made(train, "sender", WeightSender, weights=backend, stage=stage, engine_in_process=colocated)
-    assert config.sync is not None, "preflight refuses a dedicated engine without a sync block"
-    return Roles(
-        rollout=rollout,
-        reward=reward,
-        stack=stack,
-        backend=backend,
-        sync=build(config.sync, train=sender, rollout=rollout),
-        train_ranks=train.num_ranks,
-        has_own_weights=True,
-    )
-
-
-def make_beside(
-    make: Callable[..., RoleT], siblings: Mapping[str, str], values: Mapping[str, object], roles: Siblings
-) -> RoleT:
-    """Runs on a worker: call `make` with the values, and with the worker's roles that `siblings` names."""
-    return make(**values, **{argument: roles[role] for argument, role in siblings.items()})
-
-
-def build_on_device(node: Node, **arguments: object) -> object:
-    """Runs on a worker: the object of a block of the recipe."""
-    return build(node, device=current().device, **arguments)
-
-
-def differentiable_stage(pipeline: DiffusionPipeline[DiffusionBundle], reward: RewardService) -> DifferentiableStage:
-    """The policy, its decoder and the reward, for a loss on the gradient of the reward."""
-    return DifferentiableStage(
-        pipeline.stage,
-        pipeline.decoder.decode,
-        reward.objective,
-        batch_size=pipeline.decode_batch_size,
-        resident=partial(pipeline.bundle.resident, pipeline.decoder.components),
-    )
-
-
-def trained_components(config: RecipeConfig) -> tuple[str, ...] | None:
-    """The name of the trained component, for a bundle that loads nothing else. None loads all components."""
-    owner, path = config.bundle.schema.owner, config.model_path
-    if not isinstance(owner, KnownModel) or path is None:
-        return None
-    return (owner.facts_of(path, config.model_revision).trainable_attr,)
 
 
 # What a run needs beside its roles

@@ -67,7 +67,8 @@ class Evaluator:
 
     def sample(self, prompts: Sequence[Prompt]) -> tuple[RolloutReq, RolloutResp]:
         """Samples of prompts of one size, with the settings of evaluation. Their rows live until the next call."""
-        req = self.requests.evaluation(prompts, {learner.track: learner.version for learner in self.learners})
+        versions = {track: learner.version for learner in self.learners for track in learner.tracks}
+        req = self.requests.evaluation(prompts, versions)
         self.phase.pool.release(EVALUATION)
         self.phase.pool.step = EVALUATION
         for learner in self.learners:

@@ -71,7 +71,8 @@ def export_checkpoint(
     checkpoint = saved.checkpoint.path
     own = checkpoint.parent.parent / "export" / checkpoint.name
     check_folder(own if folder is None else folder)
-    policies = [policy for policy in saved.policies() if policy.policy in saved.recipe.trained]
+    trained, weights_of = set(saved.recipe.trained), saved.recipe.weights
+    policies = [policy for policy in saved.policies() if trained & set(weights_of[policy.policy])]
     if folder is not None:
         refuse_replacing([folder / policy.policy for policy in policies])
     folder = own if folder is None else folder

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from traceback import clear_frames
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from unirl.config.errors import MemoryShortageError, UniRLError
 from unirl.config.recipe import RecipeConfig
@@ -41,9 +41,9 @@ class Trainer:
     """The loop of every domain. A domain names its tracks."""
 
     track: ClassVar[str]
-    """The name of the track that is scored."""
-    parents: ClassVar[Mapping[str, str]] = {}
-    """Track to parent track, for a domain of several tracks."""
+    """The name of the track that is scored. In a recipe of several tracks it is the last one."""
+    num_tracks: ClassVar[Literal["one", "several", "any"]] = "one"
+    """The number of tracks of the recipes of this domain."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Trainer:
     ) -> None:
         """
         Args:
-            learners: the policies, the root track's first.
+            learners: the policies, that of the first track first.
             rollout: the engine that samples all tracks.
             credit_rule: the reward of a row of a parent track, from the rewards of its children.
         """
@@ -78,8 +78,9 @@ class Trainer:
         self.tracker = state.tracker
         self.phase = phases
         self.pool = phases.pool
-        compares = any(learner.needs.advantages for learner in learners if learner.is_trained)
-        self.monitor = Monitor(state.tracker, config, self.track, len(learners) > 1, compares)
+        tracks = [each for learner in learners for each in learner.tracks.values()]
+        compares = any(each.needs.advantages for each in tracks if each.is_trained)
+        self.monitor = Monitor(state.tracker, config, self.track, len(tracks) > 1, compares)
         self.overlap = OverlappedScoring(rollout, reward, config.reward_parts)
         self.evaluator = Evaluator(requests, rollout, reward, learners, self.track, data, phases, config.evaluation)
         self.stop_signal: int | None = None
@@ -102,7 +103,8 @@ class Trainer:
         self.evaluator.check_prompts()
         self.state.write_config()
         for learner in self.learners:
-            learner.choose_micro_batch()
+            for track in learner.tracks.values():
+                track.choose_micro_batch()
         if self.state.step == 0 and self.config.evaluation.enabled:
             self.evaluate()
         while self.state.step < self.config.num_rollouts:
@@ -123,8 +125,8 @@ class Trainer:
         self.pool.step = step
         published = self.publish(step)
         samples = self._generate(step, published)
-        for name, report in published.items():
-            self.monitor.record(name, sync_metrics(report))
+        for learner in self.learners:
+            self.monitor.record(learner.label, sync_metrics(published[learner.track]))
         self.tracker.record(samples.waits)
         req, resp = samples.everything()
         resp = self.drops.admit(resp)
@@ -136,10 +138,10 @@ class Trainer:
 
     def publish(self, step: int) -> dict[str, SyncReport]:
         """Bring the weights that `step` samples from to the engines, by track."""
-        published = {}
+        published: dict[str, SyncReport] = {}
         for learner in self.learners:
             with self.phase("sync", learner.track):
-                published[learner.track] = learner.publish(step)
+                published |= dict.fromkeys(learner.tracks, learner.publish(step))
         return published
 
     def _generate(self, step: int, published: Mapping[str, SyncReport]) -> StepSamples:
@@ -178,13 +180,14 @@ class Trainer:
         return resp
 
     def learn(self, step: int, resp: RolloutResp) -> None:
-        """Update every policy on one step's samples."""
+        """Update the weights of every policy on one step's samples."""
         for learner in self.learners:
             if not learner.is_trained:
                 continue
             with self.phase("train", learner.track):
-                metrics = learner.learn(step, resp.tracks[learner.track], self.monitor)
-            self.monitor.record(learner.track, metrics)
+                metrics = learner.learn(step, resp, self.monitor)
+            for track, values_of_track in metrics.items():
+                self.monitor.record(track, values_of_track)
         self.pool.release(step)
 
     def evaluate(self) -> EvalResult:

@@ -34,6 +34,8 @@ class MicroBatch:
     stack: TrainStack
     report: Callable[[str, object, str], None]
     """Called with the key, the rows, and the reason."""
+    track: str = ""
+    """The track whose rows these are, where several share the setting."""
     rows: int | None = None
     """None: not chosen yet, or left at the smallest legal number."""
     is_final: bool = False
@@ -41,8 +43,9 @@ class MicroBatch:
 
     @property
     def key(self) -> str:
-        """The key of the recipe that leaves the rows open."""
-        return f"{self.sizes.config.stack.path}.micro_batch_size"
+        """The key of the recipe that leaves the rows open, with the name of the track where several share it."""
+        key = f"{self.sizes.config.stack.path}.micro_batch_size"
+        return f"{key}[{self.track}]" if self.track else key
 
     def choose(self, saved: int | None) -> int | None:
         """Take the rows that the plan chooses for the device with the least memory, and return them.

@@ -46,9 +46,10 @@ class Monitor:
     def record(self, track: str, metrics: Mapping[str, float]) -> None:
         """Take metrics of one track, under its name where the run has several.
 
-        The rewards of the track that is scored are those of the run, and stand without its name as well.
+        Metrics without the name of a track are about weights that tracks share. The rewards of the track that is
+        scored are those of the run, and stand without its name as well.
         """
-        if not self.has_several:
+        if not self.has_several or not track:
             self.tracker.record(metrics)
             return
         self.tracker.record({f"{track}/{key}": value for key, value in metrics.items()})

@@ -14,4 +14,4 @@ class PETrainer(Trainer):
     capabilities: ClassVar[Capabilities] = Capabilities(modalities=("text", "image", "video"))
 
     track = "diffusion"
-    parents: ClassVar = {"diffusion": "ar"}
+    num_tracks = "several"

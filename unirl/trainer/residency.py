@@ -18,6 +18,7 @@ from unirl.rollout.engine.base import DedicatedEngine, RolloutEngine
 from unirl.tracking.timing import PhaseTimers
 from unirl.train.backend.base import Offloadable, TrainBackend
 from unirl.train.stack import TrainStack
+from unirl.train.unified_model_stack import UnifiedModelStack
 
 BACKEND_PARTS: tuple[Offloadable, ...] = get_args(Offloadable)
 """The parts that the train backend moves."""
@@ -32,13 +33,22 @@ class Roles:
 
     rollout: RolloutEngine
     reward: RewardService
-    stack: TrainStack
+    stacks: Mapping[str, TrainStack]
+    """The loss of each track."""
+    shared_stack: UnifiedModelStack | None = None
+    """Trains the losses of several tracks on the same weights. None for a policy of one track."""
     backend: TrainBackend
     sync: WeightSync
     train_ranks: int
     """Data-parallel ranks of the stack."""
     has_own_weights: bool = False
     """The engine samples from a copy of the weights, which `sync` carries to it."""
+
+    @property
+    def stack(self) -> TrainStack:
+        """The stack of the only track. Raises ValueError if there are several."""
+        [stack] = self.stacks.values()
+        return stack
 
 
 class Residency:

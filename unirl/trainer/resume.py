@@ -9,7 +9,7 @@ from unirl.config.build import build
 from unirl.config.errors import CheckpointError, InvalidValueError, ResumeError
 from unirl.config.load import Recipe
 from unirl.config.merge import Tree, get, leaves
-from unirl.config.recipe import RecipeConfig, prefixes
+from unirl.config.recipe import RecipeConfig, policy_keys
 from unirl.train.backend.checkpoint import CheckpointStore, ResumePoint, open_checkpoint
 from unirl.train.backend.state import check_trained_weights, read_counters
 from unirl.train.configs import LoraConfig
@@ -102,7 +102,8 @@ def check_resumable(point: ResumePoint, own: Path, recipe: Recipe) -> None:
             f"{path.name} was written by another recipe ({'; '.join(shown)}{others}): set these back to continue "
             f"the run, start another one in another run.dir, or branch off with resume={path} run.dir=<new folder>"
         )
-    for name, config in recipe.policies.items():
+    for name, tracks in recipe.weights.items():
+        config = recipe.policies[tracks[-1]]
         lora: LoraConfig | None = None if config.lora is None else build(config.lora)
         key, start = f"{config.backend.path}.lora_cfg.path", None if lora is None else lora.path
         if start is not None and path.parent != own and start != get(read_state(path)["recipe"], key):
@@ -129,5 +130,5 @@ def changed_keys(saved: Tree, now: Tree) -> list[str]:
     before, after = dict(leaves(saved)), dict(leaves(now))
     absent = object()
     keys = sorted(k for k in before.keys() | after.keys() if before.get(k, absent) != after.get(k, absent))
-    neutral = tuple(f"{policy}{key}." for policy in dict.fromkeys(("", *prefixes(now))) for key in RESULT_NEUTRAL)
+    neutral = tuple(f"{path}." for key in RESULT_NEUTRAL for path in (key, *policy_keys(now, key)))
     return [f"{k}: {before.get(k)} -> {after.get(k)}" for k in keys if not f"{k}.".startswith(neutral)]

@@ -143,8 +143,11 @@ class SavedRun:
         return policy_folder(self.checkpoint.path, self.policy)
 
     def policies(self) -> list[SavedRun]:
-        """The run as each of its policies sees it."""
-        return [replace(self, recipe=self.recipe.alone(name), policy=name) for name in self.recipe.policies]
+        """The run as each of its policies sees it: by the last track that it samples."""
+        return [
+            replace(self, recipe=self.recipe.alone(tracks[-1]), policy=name)
+            for name, tracks in self.recipe.weights.items()
+        ]
 
 
 def saved_run(

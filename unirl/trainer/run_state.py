@@ -32,8 +32,11 @@ STATE_FILE = "trainer.json"
 class Policy(Protocol):
     """A policy as a checkpoint saves it: its weights, and how many updates they have had."""
 
-    track: str
     version: int
+
+    @property
+    def track(self) -> str:
+        """The track by which phases call the policy."""
 
     @property
     def backend(self) -> TrainBackend:

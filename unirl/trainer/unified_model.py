@@ -14,3 +14,4 @@ class UnifiedModelTrainer(Trainer):
     capabilities: ClassVar[Capabilities] = Capabilities(modalities=("text", "image"))
 
     track = "image"
+    num_tracks = "any"

@@ -37,6 +37,10 @@ class ModelFacts(ABC):
     condition_images: tuple[int, int | None] = (0, 0)
     """Smallest and largest number of images in a prompt: (1, 1) for a first frame, (0, None) for any number."""
 
+    def of(self, sampling: Sampling) -> ModelFacts:
+        """The facts of the policy that samples with these settings. One network may be several policies."""
+        return self
+
     @abstractmethod
     def tokens_of(self, sampling: Sampling) -> int:
         """Largest number of tokens that the trained network reads for one sample."""
@@ -80,6 +84,11 @@ class LatentFacts(ModelFacts):
     """Attention excludes the padding of the text, so a forward reads no more text tokens than its prompts have."""
     reference_tokens: bool = False
     """Condition images are extra tokens in the sequence, as many per image as for the sample."""
+    text: LanguageFacts | None = None
+    """The facts of the language model that the same network is. None for a network that only denoises."""
+
+    def of(self, sampling: Sampling) -> ModelFacts:
+        return self.text if self.text is not None and isinstance(sampling, ARSamplingParams) else self
 
     def tokens_of(self, sampling: Sampling) -> int:
         """Tokens of the sample, of the largest number of condition images, and of the prompt."""

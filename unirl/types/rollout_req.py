@@ -45,13 +45,19 @@ class RolloutReq(Batch):
 
     @property
     def weights(self) -> str:
-        """The weights of the only track. Raises ValueError if there are more."""
-        return self._only_spec().weights
+        """The weights of all tracks. Raises ValueError if they differ."""
+        return self._source()[0]
 
     @property
     def weight_version(self) -> int:
-        """The version of the weights of the only track. Raises ValueError if there are more."""
-        return self._only_spec().weight_version
+        """The version of the weights of all tracks. Raises ValueError if they differ."""
+        return self._source()[1]
+
+    def _source(self) -> tuple[str, int]:
+        sources = {(spec.weights, spec.weight_version) for spec in self.tracks.values()}
+        if len(sources) != 1:
+            raise ValueError(f"the tracks {sorted(self.tracks)} are sampled from different weights: {sorted(sources)}")
+        return sources.pop()
 
     def _only_spec(self) -> TrackSpec:
         if len(self.tracks) != 1:

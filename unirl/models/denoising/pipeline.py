@@ -15,6 +15,7 @@ from unirl.models.chunks import balanced_chunk_size, map_chunks, padded_chunks, 
 from unirl.models.denoising.bundle import DiffusionBundle
 from unirl.models.denoising.decoding import PixelRows, decoding_thread
 from unirl.models.denoising.embeddings import ConditionImages, PromptEmbeddings
+from unirl.models.denoising.stage import DiffusionStage
 from unirl.models.images import fit_image, read_image
 from unirl.sde.guidance import NEGATIVE
 from unirl.sde.kernels import EulerODE
@@ -83,6 +84,10 @@ class DiffusionPipeline(Generic[BundleT]):
                 self._cut_vae(option)
         if not keep_resident:
             bundle.offload(bundle.frozen)
+
+    def stage_of(self, track: str) -> DiffusionStage:
+        """The policy, by any name."""
+        return self.stage
 
     def sigmas(self, params: DiffusionSamplingParams) -> Tensor:
         """Sigmas [T + 1] float32: the explicit schedule of `params`, or the model's own."""

@@ -16,6 +16,7 @@ from unirl.models.language.bundle import LanguageBundle
 from unirl.models.language.chat import ChatFormat
 from unirl.models.language.packing import prompt_tokens, prompts_of
 from unirl.models.language.policy import tempered
+from unirl.models.language.stage import ARStage
 from unirl.models.language.tools import ToolBox
 from unirl.models.loading.adapter_files import Adapter, write_peft_adapter
 from unirl.models.loading.hub import quiet_libraries
@@ -63,6 +64,10 @@ class TextPipeline(Generic[BundleT]):
         messages = [system_instruction, tools.instruction if chat and tools is not None else None]
         system = "\n\n".join(text for text in messages if text is not None) or None
         self.format = ChatFormat(bundle.codec, chat, system, enable_thinking)
+
+    def stage_of(self, track: str) -> ARStage:
+        """The policy, by any name."""
+        return self.stage
 
     def generate(self, req: RolloutReq, chunk_size: int) -> RolloutResp:
         """Sample one response per row of a request, `chunk_size` of them at a time."""

@@ -61,13 +61,13 @@ def checked_rows(rows: RowsPerForward) -> RowsPerForward:
 
 
 def rows_per_forward(rows: RowsPerForward, pipeline: Pipeline, req: RolloutReq) -> int:
-    """The rows of one forward for a request, which has one track."""
+    """The rows of one forward for a request. Tracks of one network take the number that suits all of them."""
     if rows != "auto":
         return rows
     if pipeline.bundle.device.type == "cpu":
         return ROWS_AT_ONCE
-    [track] = req.tracks.values()
-    return pipeline.facts.rows_at_once(track.sampling, pipeline.stage.autocast_dtype.itemsize)
+    samplings, dtype_bytes = [track.sampling for track in req.tracks.values()], pipeline.stage.autocast_dtype.itemsize
+    return min(pipeline.facts.of(sampling).rows_at_once(sampling, dtype_bytes) for sampling in samplings)
 
 
 class DedicatedEngine(RolloutEngine):

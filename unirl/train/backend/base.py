@@ -144,6 +144,20 @@ class TrainBackend(ABC):
         """Drop the gradient that was added since the last `step`. The last call of `backward` had `last=True`."""
 
     @abstractmethod
+    def set_gradient_aside(self) -> None:
+        """Set aside the gradient that was added since the last `step`. The last call of `backward` had `last=True`.
+
+        It waits for `join_gradients`. This is a collective.
+        """
+
+    @abstractmethod
+    def join_gradients(self, weights: Sequence[float]) -> list[float]:
+        """Add up the gradients g_t that were set aside, scaled to norms in the ratio of `weights`, and return |g_t|.
+
+        The sum over t of w_t g_t / |g_t|, times the weighted mean of the norms. A gradient of norm 0 adds nothing.
+        """
+
+    @abstractmethod
     def provide_value_head(self, build: BuildHead) -> nn.Module:
         """Return the value head. The first call builds it, and it is then trained and saved beside the policy.
 

@@ -1,0 +1,239 @@
+"""The roles of one policy, each built beside its siblings on the devices that the plan gives it.
+
+trainside    train devices:  bundle pipeline stage backend algorithm stack rollout
+dedicated    train devices:  bundle stage backend algorithm stack sender   (only the trained module of the model)
+             engine devices: bundle pipeline rollout                       (the whole model)
+
+A policy of several tracks has a stage, a loss and a stack for each of them, and one stack that trains them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar, cast
+
+from unirl.algorithms.base import StageAlgorithm
+from unirl.config.build import build
+from unirl.config.node import Node
+from unirl.config.recipe import RecipeConfig
+from unirl.distributed import current
+from unirl.distributed.group.base import Pool
+from unirl.distributed.group.handle import Group, Handle, Remote, Siblings
+from unirl.distributed.weight_sync.base import NoSync
+from unirl.distributed.weight_sync.endpoints import WeightSender
+from unirl.models.base import Bundle, Pipeline
+from unirl.models.denoising.bundle import DiffusionBundle
+from unirl.models.denoising.differentiable import DifferentiableStage
+from unirl.models.denoising.pipeline import DiffusionPipeline
+from unirl.plan.placement import PlacementPlan
+from unirl.plan.preflight import KnownModel, needs_of
+from unirl.reward.service import RewardService
+from unirl.rollout.engine.base import RolloutEngine
+from unirl.train.backend.base import TrainBackend
+from unirl.train.stack import TrainStack
+from unirl.train.unified_model_stack import OF_TRACKS, UnifiedModelStack
+from unirl.trainer.residency import Roles
+
+RoleT = TypeVar("RoleT")
+
+
+def named(policy: str, name: str) -> str:
+    """The name of something that each policy has: `stack`, or `ar.stack` in a recipe of several policies."""
+    return f"{policy}.{name}" if policy else name
+
+
+@dataclass(frozen=True)
+class Training:
+    """The roles that train the weights of one policy."""
+
+    backend: TrainBackend
+    stacks: Mapping[str, TrainStack]
+    """By track."""
+    shared_stack: UnifiedModelStack | None = None
+    """Trains the losses of several tracks together. None for a policy of one track."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """Places the roles of one policy: on the devices of its plan, under names that begin with the policy's."""
+
+    policy: str
+    pool: Pool
+    plan: PlacementPlan
+    tracks: Mapping[str, RecipeConfig]
+    """The recipe as each track of the policy sees it."""
+    trained: Sequence[str] = ()
+    """The tracks that are trained."""
+
+    @property
+    def config(self) -> RecipeConfig:
+        """The recipe as the last track sees it. All tracks of a policy have the same blocks but sampling and loss."""
+        *_, last = self.tracks.values()
+        return last
+
+    def node(self, workers: Group, name: str, role: type[RoleT], node: Node, **arguments: object) -> RoleT:
+        """Build the object of a recipe block on every worker, and return its handle.
+
+        The class and the classes of its inner blocks may also take the `device` of the worker.
+
+        Args:
+            role: the contract that the object keeps.
+        """
+        return cast(RoleT, self.made(workers, name, partial(build_on_device, node), **arguments))
+
+    def of_track(self, track: str, name: str) -> str:
+        """The name of a role that each track of the policy has."""
+        return name if len(self.tracks) == 1 else f"{track}.{name}"
+
+    def made(self, workers: Group, name: str, make: Callable[..., RoleT], **arguments: object) -> RoleT:
+        """Build a role on every worker as `make(**arguments)`, and return its handle, typed as the role itself.
+
+        An argument that is the handle of a role on the same workers arrives there as that role itself.
+        """
+        siblings = {argument: value.role_name for argument, value in arguments.items() if isinstance(value, Handle)}
+        values = {argument: value for argument, value in arguments.items() if not isinstance(value, Handle)}
+        build_it = partial(make_beside, make, siblings, values)
+        return cast(RoleT, workers.place(Remote(named(self.policy, name), build_it, self.config.num_updates)))
+
+    def training(self, train: Group, bundle: Bundle, stages: Mapping[str, object]) -> Training:
+        """The backend, which prepares the bundle's module for training in place, and the stacks."""
+        config = self.config
+        updates = config.total_updates * updates_of_step(config.stack, len(self.trained))
+        run = {"seed": config.seed, "run_updates": updates}
+        backend = self.node(train, "backend", TrainBackend, config.backend, bundle=bundle, **run)
+        if len(self.tracks) == 1:
+            [(track, stage)] = stages.items()
+            given = {"algorithm": self.node(train, "algorithm", StageAlgorithm, config.algorithm), "stage": stage}
+            stack = self.node(train, "stack", TrainStack, config.stack, backend=backend, **given)
+            return Training(backend, {track: stack})
+        stacks = {track: self.stack_of(train, track, backend, stage) for track, stage in stages.items()}
+        trained = {track: stacks[track] for track in stages if track in self.trained}
+        make_shared = partial(build_shared_stack, config.stack)
+        return Training(backend, stacks, self.made(train, "stack", make_shared, backend=backend, **trained))
+
+    def stack_of(self, train: Group, track: str, backend: TrainBackend, stage: object) -> TrainStack:
+        """The stack of one of several tracks. It has the settings of the stack that they share."""
+        config = self.tracks[track]
+        algorithm = self.node(train, f"{track}.algorithm", StageAlgorithm, config.algorithm)
+        settings: dict[str, Any] = {name: config.stack.values[name] for name in OF_TRACKS}
+        make = partial(TrainStack, **settings)
+        return self.made(train, f"{track}.stack", make, backend=backend, algorithm=algorithm, stage=stage)
+
+
+def place_trainside(places: Places, reward: RewardService) -> Roles:
+    """The engine samples with the very weights that are trained, in the processes that train them."""
+    config, train = places.config, places.pool.group(places.plan.train)
+    bundle = places.node(train, "bundle", Bundle, config.bundle)
+    pipeline = places.node(train, "pipeline", Pipeline, config.pipeline, bundle=bundle)
+    stages: dict[str, object] = {}
+    for track in places.tracks:
+        if needs_of(config).differentiable_reward:
+            stages[track] = places.made(train, "stage", differentiable_stage, pipeline=pipeline, reward=reward)
+        else:
+            make = partial(stage_of_pipeline, track)
+            stages[track] = places.made(train, places.of_track(track, "stage"), make, pipeline=pipeline)
+    training = places.training(train, bundle, stages)
+    backend = training.backend
+    rollout = places.node(train, "rollout", RolloutEngine, config.rollout, pipeline=pipeline, backend=backend)
+    return Roles(
+        rollout=rollout,
+        reward=reward,
+        stacks=training.stacks,
+        shared_stack=training.shared_stack,
+        backend=backend,
+        sync=NoSync(),
+        train_ranks=train.num_ranks,
+    )
+
+
+def place_dedicated(places: Places, reward: RewardService) -> Roles:
+    """The engine has weights of its own, on the same devices in turns (colocate) or on others (separate).
+
+    The trainer needs neither encoders nor decoder, so its bundle holds only the trained module.
+    """
+    config, plan = places.config, places.plan
+    train, engine = places.pool.group(plan.train), places.pool.group(plan.rollout)
+    bundle = places.node(train, "bundle", Bundle, config.bundle, components=trained_components(config))
+    stages = {
+        track: places.made(train, places.of_track(track, "stage"), partial(stage_of_bundle, track), bundle=bundle)
+        for track in places.tracks
+    }
+    training = places.training(train, bundle, stages)
+    backend = training.backend
+
+    engine_bundle = places.node(engine, "engine_bundle", Bundle, config.bundle)
+    engine_pipeline = places.node(engine, "engine_pipeline", Pipeline, config.pipeline, bundle=engine_bundle)
+    rollout = places.node(engine, "rollout", RolloutEngine, config.rollout, pipeline=engine_pipeline)
+
+    # The sender reaches an engine in its own process directly: beside it on a worker, or in the driver's process.
+    colocated = rollout if engine is train else engine.role_here(named(places.policy, "rollout"))
+    *_, stage = stages.values()
+    sender = places.made(train, "sender", WeightSender, weights=backend, stage=stage, engine_in_process=colocated)
+    assert config.sync is not None, "preflight refuses a dedicated engine without a sync block"
+    return Roles(
+        rollout=rollout,
+        reward=reward,
+        stacks=training.stacks,
+        shared_stack=training.shared_stack,
+        backend=backend,
+        sync=build(config.sync, train=sender, rollout=rollout),
+        train_ranks=train.num_ranks,
+        has_own_weights=True,
+    )
+
+
+def updates_of_step(stack: Node, num_tracks: int) -> int:
+    """Optimizer updates for each update of the row layout: one for all tracks, or one for each."""
+    return num_tracks if stack.get("schedule", str) == "alternating" else 1
+
+
+# What runs on a worker
+
+
+def stage_of_pipeline(track: str, pipeline: Pipeline) -> object:
+    """The policy of a track, as the engine samples with it."""
+    return pipeline.stage_of(track)
+
+
+def stage_of_bundle(track: str, bundle: Bundle) -> object:
+    """The policy of a track, without encoders and decoder."""
+    return bundle.stage_of(track)
+
+
+def build_shared_stack(node: Node, backend: TrainBackend, **stacks: TrainStack) -> UnifiedModelStack:
+    """The stack that trains the losses of several tracks together."""
+    stack: UnifiedModelStack = build(node, backend=backend, stacks=stacks)
+    return stack
+
+
+def make_beside(
+    make: Callable[..., RoleT], siblings: Mapping[str, str], values: Mapping[str, object], roles: Siblings
+) -> RoleT:
+    """Runs on a worker: call `make` with the values, and with the worker's roles that `siblings` names."""
+    return make(**values, **{argument: roles[role] for argument, role in siblings.items()})
+
+
+def build_on_device(node: Node, **arguments: object) -> object:
+    """Runs on a worker: the object of a block of the recipe."""
+    return build(node, device=current().device, **arguments)
+
+
+def differentiable_stage(pipeline: DiffusionPipeline[DiffusionBundle], reward: RewardService) -> DifferentiableStage:
+    """The policy, its decoder and the reward, for a loss on the gradient of the reward."""
+    return DifferentiableStage(
+        pipeline.stage,
+        pipeline.decoder.decode,
+        reward.objective,
+        batch_size=pipeline.decode_batch_size,
+        resident=partial(pipeline.bundle.resident, pipeline.decoder.components),
+    )
+
+
+def trained_components(config: RecipeConfig) -> tuple[str, ...] | None:
+    """The name of the trained component, for a bundle that loads nothing else. None loads all components."""
+    owner, path = config.bundle.schema.owner, config.model_path
+    if not isinstance(owner, KnownModel) or path is None:
+        return None
+    return (owner.facts_of(path, config.model_revision).trainable_attr,)

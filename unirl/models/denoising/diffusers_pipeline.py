@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from unirl.models.denoising.bundle import DiffusersBundle
+from unirl.models.denoising.bundle import DiffusersBundle, DiffusionBundle
 from unirl.models.denoising.embeddings import ConditionImages
 from unirl.models.denoising.pipeline import DiffusionPipeline
 from unirl.models.images import to_pil
@@ -224,7 +224,7 @@ class EulerSamples:
 
 @torch.no_grad()
 def sample_with_euler(
-    pipeline: DiffusersPipeline[DiffusersBundle],
+    pipeline: DiffusionPipeline[DiffusionBundle],
     texts: Sequence[str],
     params: DiffusionSamplingParams,
     images: Sequence[ConditionImages] | None = None,

@@ -1,7 +1,7 @@
 """BAGEL: text to image, and text, with one Mixture of Transformers. Deng et al. 2025 (arXiv:2505.14683).
 
-The track `image` is a denoising policy whose prompt the network embeds itself. Every other track is a policy over tokens
-by the understanding expert of the same network. Prompts with images, and therefore editing, are not available.
+The track `image` is a denoising policy whose prompt the network embeds itself. Every other track is a policy over
+tokens by the understanding expert of the same network. Prompts with images, and so editing, are not available.
 """
 
 from __future__ import annotations
@@ -176,8 +176,8 @@ class BagelBundle(KLBundle):
 
         Args:
             path: a hub id, a folder with the files of the published repository, or `toy` (tiny, random weights).
-            cfg_renorm_type: what has a norm in `RenormGuidance`: the sample ("global"), or each latent token ("channel";
-                "text_channel" is the same without condition images).
+            cfg_renorm_type: see `RenormGuidance`. "global" compares the norms of samples, "channel" those of latent
+                tokens; "text_channel" is the same without condition images.
             cfg_renorm_min: the smallest factor of the renormalisation. 1 turns it off.
             cfg_interval: guidance acts at noise levels above the first and up to the second of these.
             freeze_understanding: without adapters, train only the generation expert and the layers to and from latents.
@@ -196,7 +196,7 @@ class BagelBundle(KLBundle):
             patch_size=self.facts.patch_size,
             renorm=cfg_renorm_type,
             renorm_min=cfg_renorm_min,
-            interval=tuple(cfg_interval),
+            interval=cfg_interval,
         )
         self.facts = replace(self.facts, guidance=guidance)
         tokenizer = qwen_tokenizer() if self.root is None else load_tokenizer(self.root)
@@ -242,7 +242,7 @@ class BagelBundle(KLBundle):
 
     # Components
 
-    def denoiser(self) -> BagelDenoiser:  # type: ignore[override]  # no network of diffusers
+    def denoiser(self) -> BagelDenoiser:
         return BagelDenoiser(self.trainable(), self.facts, self.marks)
 
     def text_encoder(self) -> BagelTokenizer:
@@ -262,8 +262,8 @@ class BagelBundle(KLBundle):
         token, rows = tokenizer.get_vocab().get(text), self.configs.components[NETWORK]["vocab_size"]
         if token is None or token >= rows:
             raise NotFoundError(
-                f"{self.path}: its tokenizer has {text!r} as token {token}, and the network embeds {rows} tokens, so they "
-                "belong to different checkpoints. Download both again"
+                f"{self.path}: its tokenizer has {text!r} as token {token}, and the network embeds {rows} tokens, so "
+                "they belong to different checkpoints. Download both again"
             )
         return token
 
@@ -301,7 +301,7 @@ class BagelPipeline(DiffusionPipeline[BagelBundle]):
         return write_peft_adapter(folder, adapter, self.bundle.path)
 
     def verify_model(self, folder: Path, texts: Sequence[str], params: DiffusionSamplingParams) -> float:
-        """Max abs difference between samples with the current weights and with those in `folder`, in a second network."""
+        """Max abs difference between samples with the current weights and those of the model in `folder`."""
         return self._difference(self.bundle.family.load(folder, NETWORK, self.bundle.dtype), texts, params)
 
     def verify_lora(self, folder: Path, texts: Sequence[str], params: DiffusionSamplingParams) -> float:
@@ -309,7 +309,7 @@ class BagelPipeline(DiffusionPipeline[BagelBundle]):
         from peft import PeftModel
 
         with quiet_libraries():
-            adapted = PeftModel.from_pretrained(self.bundle.untrained(), str(folder))  # type: ignore[arg-type]
+            adapted = PeftModel.from_pretrained(self.bundle.untrained(), str(folder))
         return self._difference(adapted.get_base_model(), texts, params)
 
     def _difference(self, network: nn.Module, texts: Sequence[str], params: DiffusionSamplingParams) -> float:

@@ -9,7 +9,6 @@ the published checkpoint. Text and images both run inside the call of the root m
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
@@ -226,7 +225,7 @@ class BagelNetwork(nn.Module):
         return inputs.output_fn(self.language_model.lm_head, states)
 
     def velocity(self, text: Tensor, inputs: ImageInputs) -> Tensor:
-        """v = eps - x0 [B, C, H, W] at the latents of `inputs`, given the embeddings `text` [N, D] of all its tokens."""
+        """v = eps - x0 [B, C, H, W] at the latents of `inputs`, given the embeddings `text` [N, D] of its tokens."""
         dtype, size = self.vae2llm.weight.dtype, self.patch_size
         latents = self.vae2llm(patches(inputs.latents, size).to(dtype))  # [B, L, D]
         rows, columns = (side // size for side in inputs.latents.shape[-2:])

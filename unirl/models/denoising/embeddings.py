@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from unirl.models.denoising.bundle import DiffusionBundle, MultimodalTextEncoder
 from unirl.types.conditions import TextCondition, TextEmbedCondition
 from unirl.types.progress import progress
 
+ConditionT = TypeVar("ConditionT", bound=TextCondition, covariant=True)
 GIB = 1024**3
 
 
@@ -43,7 +44,7 @@ Prompt = tuple[str, int, str]
 """Text, sequence length, and the key of its images ("" if it is read without images)."""
 
 
-class PromptEmbeddings:
+class PromptEmbeddings(Generic[ConditionT]):
     """Encodes each distinct prompt once, and caches up to `cache_gb` GiB of embeddings in main memory."""
 
     def __init__(self, bundle: DiffusionBundle, encoder: TextEncoder, *, batch_size: int, cache_gb: float) -> None:
@@ -56,7 +57,7 @@ class PromptEmbeddings:
 
     def __call__(
         self, texts: Sequence[str], max_sequence_length: int, images: Sequence[ConditionImages] | None = None
-    ) -> TextCondition:
+    ) -> ConditionT:
         """The condition of `texts`, one row each, on the bundle's device.
 
         Args:
@@ -71,7 +72,7 @@ class PromptEmbeddings:
         encoded: list[Any] = [row for row in rows.values() if row is not None]  # all of the class of this encoder
         table: TextCondition = type(encoded[0]).concat(encoded)
         position = {prompt: i for i, prompt in enumerate(rows)}
-        condition = table.to(self.bundle.device).select([position[prompt] for prompt in prompts])
+        condition: Any = table.to(self.bundle.device).select([position[prompt] for prompt in prompts])
         if self.text_multiple is None or not isinstance(table, TextEmbedCondition):
             return condition
         return condition.replace(lengths=[common_lengths(table, self.text_multiple)] * len(prompts))

@@ -13,9 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.models.layouts import Hub
 from unirl.config.errors import DataError, NotFoundError
 from unirl.models.bagel.checkpoint import vae_tensors
 from unirl.models.bagel.family import BagelBundle, BagelPipeline
+from unirl.models.loading import hub as loading_hub
 from unirl.models.loading.lora import inject_lora
 from unirl.sde.kernels import EulerODE
 from unirl.train.backend.base import OptimizerConfig
@@ -132,6 +134,18 @@ def test_a_folder_in_the_published_layout_is_the_model_that_wrote_it(toy: BagelP
         assert torch.equal(tensor, toy.bundle.modules["vae"].state_dict()[name]), name
     assert bundle.codec.encode("a <|im_end|>") == toy.bundle.codec.encode("a <|im_end|>")
     assert bundle.marks == toy.bundle.marks
+
+
+def test_a_plan_downloads_no_weights_and_a_run_all_of_them(
+    toy: BagelPipeline, folder: Path, hub_answers: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", Hub(folder, tmp_path))
+    monkeypatch.setattr(loading_hub, "_fetch", loading_hub._fetch.__wrapped__)  # a process asks the hub only once
+    facts = BagelBundle.facts_of("someone/fine-tuned")
+    assert facts.largest_side == 1024 and not list(tmp_path.glob("*.safetensors"))
+    bundle = BagelBundle(path="someone/fine-tuned", dtype="fp32")
+    assert {path.name for path in tmp_path.glob("*.safetensors")} == {"ae.safetensors", "ema.safetensors"}
+    assert bundle.facts == toy.facts
 
 
 def test_a_network_without_storage_is_filled_from_the_folder(toy: BagelPipeline, folder: Path) -> None:

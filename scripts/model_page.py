@@ -18,6 +18,7 @@ from unirl.sde.guidance import (
     LineNormGuidance,
     NoGuidance,
     NormCorrectedGuidance,
+    RenormGuidance,
 )
 from unirl.types.facts import LatentFacts
 
@@ -44,13 +45,15 @@ Lumina 2). Each tensor must reach a layer, and each alpha is applied. `lora_cfg.
 file, and the layers of the file must be among `lora_cfg.target_modules`. Adapters of text encoders are refused. A
 continued run, and `unirl export` or `sample` of it, read the adapters of the checkpoint, and do not need the file.
 
-`bundle.path` in a recipe is one of these hub ids, a directory in the diffusers layout, or `toy`. `guidance_scale`
+`bundle.path` in a recipe is one of these hub ids, a directory in the diffusers layout (in the published layout for
+BAGEL, which diffusers does not have), or `toy`. `guidance_scale`
 always means w in v_uncond + w (v_cond - v_uncond), and 1 means off; a distilled model with embedded guidance reads the
 scale as an input. Sides are in pixels. A side that does not fit is refused with the nearest ones that do."""
 GUIDANCE: Mapping[type, str] = {
     Guidance: "classic",
     NormCorrectedGuidance: "norm-corrected",
     LineNormGuidance: "norm-rescaled per line",
+    RenormGuidance: "renormalised",
     EmbeddedGuidance: "embedded",
     ExpertGuidance: "per expert",
     NoGuidance: "none (distilled)",
@@ -107,7 +110,7 @@ def _condition_images(facts: LatentFacts) -> str:
 
 def _notes(family: DiffusersFamily) -> Iterator[str]:
     facts = family.facts(family.toys[TOY], 1)
-    pipelines = _quoted((family.pipeline, *family.further_pipelines))
+    pipelines = _quoted((family.pipeline, *family.further_pipelines)) if family.pipeline else "none"
     yield f"- pipelines of diffusers: {pipelines}; toys: {_quoted(tuple(family.toys))}"
     yield f"- default LoRA targets: {_quoted(facts.lora_targets)}"
     yield f"- blocks that are sharded, checkpointed and compiled one by one: {_quoted(facts.block_class_names)}"

@@ -317,6 +317,13 @@ PUBLISHED = {
     "diffusion/lumina2_trainside": SD3
     | FIRST_HALF
     | {"sampling.guidance_scale": 4.0, "bundle.path": "Alpha-VLLM/Lumina-Image-2.0"},
+    "unified_model/bagel_trainside_lora": SD3
+    | {"batch_size": 16, "bundle.path": "ByteDance-Seed/BAGEL-7B-MoT", "algorithm.clip_range": 1e-5}
+    | {"advantage.std": "group", "backend.lora_cfg.rank": 64, "backend.lora_cfg.alpha": 128.0}
+    | {"backend.optimizer_cfg.learning_rate": 1e-4, "backend.optimizer_cfg.weight_decay": 1e-4}
+    | {"backend.fsdp_cfg.activation_checkpointing": True, "sampling.trajectory_dtype": "fp32"}
+    | {"sampling.num_inference_steps": 14, "sampling.kernel.eta": 1.0, "sampling.init_same_noise": False}
+    | {"sampling.sde_steps.num_steps": 2, "sampling.sde_steps.low": 0.0, "sampling.sde_steps.high": 0.5},
     "diffusion/sd3_flowdppo": SD3_DPPO | FIRST_HALF | {"stack.micro_batch_size": "auto"},
     "diffusion/sd3_flowgrpo": SD3
     | EVERY_STEP

@@ -17,6 +17,7 @@ from unirl.sde.guidance import (
     LineNormGuidance,
     NoGuidance,
     NormCorrectedGuidance,
+    RenormGuidance,
 )
 from unirl.types.conditions import Conditions, LatentCondition, ScaleCondition, TextEmbedCondition
 
@@ -27,6 +28,7 @@ KINDS = (
     EmbeddedGuidance(),
     ExpertGuidance(boundary=0.875),
     NoGuidance(),
+    RenormGuidance(patch_size=2),
 )
 B, C, H, W = 4, 3, 4, 6
 
@@ -101,6 +103,44 @@ def test_each_expert_has_its_own_scale_by_level() -> None:
         assert torch.equal(result[row], alone[row])
     both = guided(ExpertGuidance(boundary=0.875).at(2.0), x, sigma, conditions)
     assert torch.equal(both, guided(Guidance().at(2.0), x, sigma, conditions))
+
+
+@pytest.mark.parametrize("kind", ["global", "channel", "text_channel"])
+@pytest.mark.parametrize("lowest", [0.0, 0.6])
+def test_renormalised_guidance_is_the_published_one_within_its_interval(kind: Any, lowest: float) -> None:
+    """On tokens [H W / 4, 4 C] of one sample, as BAGEL has them."""
+    x, _, conditions = inputs()
+    sigma = torch.tensor([0.9, 0.8, 0.4, 0.1])  # the interval excludes its lower end and includes its upper one
+    guidance = RenormGuidance(patch_size=2, renorm=kind, renorm_min=lowest, interval=(0.4, 0.9)).at(4.0)
+    result, *both = (tokens(v) for v in (guided(guidance, x, sigma, conditions), *branches(x, sigma, conditions)))
+    shrunk = []
+    for row, (uncond, cond) in enumerate(zip(*both, strict=True)):
+        expected = cond
+        if row < 2:
+            combined = uncond + 4.0 * (cond - uncond)
+            if kind == "global":
+                ratio = torch.norm(cond) / (torch.norm(combined) + 1e-8)
+            else:
+                ratio = torch.norm(cond, dim=-1, keepdim=True) / (torch.norm(combined, dim=-1, keepdim=True) + 1e-8)
+            expected = combined * ratio.clamp(min=lowest, max=1.0)
+            shrunk.append(bool((ratio < 1).any()))
+        torch.testing.assert_close(result[row], expected)
+    assert shrunk == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"renorm": "chanel"}, "cfg_renorm_type"),
+        ({"renorm_min": 1.5}, r"cfg_renorm_min=1.5 must lie in \[0, 1\]"),
+        ({"interval": (0.4, 0.4)}, r"cfg_interval=\[0.4, 0.4\] must be two increasing noise levels"),
+    ],
+)
+def test_settings_of_renormalised_guidance_are_checked(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RenormGuidance(patch_size=2, **settings)
+    with pytest.raises(ValueError, match=r"guidance_scale=0.5: this model has no guidance below 1"):
+        RenormGuidance(patch_size=2).at(0.5)
 
 
 def test_one_expert_may_be_guided_alone() -> None:

@@ -2,6 +2,7 @@
 
     classic          v = v_uncond + w (v_cond - v_uncond)                        Ho & Salimans 2022 (arXiv:2207.12598)
     norm-corrected   the same, each token rescaled to its norm in v_cond         Qwen-Image (arXiv:2508.02324)
+    renormalised     the same, scaled down to at most the norm of v_cond         BAGEL (arXiv:2505.14683)
     line norms       the same, each line of a channel rescaled likewise          Lumina-Image 2.0 (arXiv:2503.21758)
     embedded         one forward pass; w is an input of the network              FLUX.1-dev, HunyuanVideo
     per expert       w depends on the expert for the noise level                 Wan 2.2 (arXiv:2503.20314)
@@ -16,12 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Literal, Self, get_args
 
 import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
+from unirl.sde.kernels import check_choice
 from unirl.types.conditions import Conditions, ScaleCondition, TextEmbedCondition
 
 if TYPE_CHECKING:
@@ -31,6 +33,8 @@ NEGATIVE = "negative_"
 GUIDANCE = "guidance"
 """Name of the condition with an embedded scale."""
 Network = Callable[[Tensor, Tensor, Conditions], Tensor]
+RenormType = Literal["global", "channel", "text_channel"]
+NORM_EPSILON = 1e-8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,12 +120,70 @@ class NormCorrectedGuidance(LineNormGuidance):
     """Latent elements per token along one side: the norm is over the C patch_size^2 elements of a token."""
 
     def norms(self, v: Float[Tensor, "B C H W"]) -> Float[Tensor, "B 1 H W"]:
-        p = self.patch_size
-        squares = v.square().sum(1)  # [B, H, W]
-        rows, columns = squares.shape[1] // p, squares.shape[2] // p
-        patches = squares.reshape(len(v), rows, p, columns, p).sum((2, 4))
-        norms: Tensor = patches.sqrt().repeat_interleave(p, 1).repeat_interleave(p, 2)
-        return norms[:, None]
+        return token_norms(v, self.patch_size)
+
+
+def token_norms(v: Float[Tensor, "B C H W"], patch_size: int) -> Float[Tensor, "B 1 H W"]:
+    """The norm of the C patch_size^2 elements of each token, at each of its places."""
+    p = patch_size
+    squares = v.square().sum(1)  # [B, H, W]
+    rows, columns = squares.shape[1] // p, squares.shape[2] // p
+    patches = squares.reshape(len(v), rows, p, columns, p).sum((2, 4))
+    norms: Tensor = patches.sqrt().repeat_interleave(p, 1).repeat_interleave(p, 2)
+    return norms[:, None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RenormGuidance(Guidance):
+    """Classic guidance at some noise levels, scaled down where its norm exceeds that of the conditional branch.
+
+    g = v_uncond + w (v_cond - v_uncond)
+    v = s g with s = clamp(|v_cond| / |g|, renorm_min, 1)    if interval[0] < sigma <= interval[1]
+    v = v_cond                                               otherwise
+
+    Both branches run at every noise level.
+    """
+
+    renorm: RenormType = "global"
+    """The norm is that of the whole sample, or with `channel` of each token. `text_channel` renormalises before a
+    guidance towards images, which is not available, so it equals `channel`."""
+    renorm_min: float = 0.0
+    """The smallest s; 1 = no renormalisation."""
+    interval: tuple[float, float] = (0.0, 1.0)
+    """Noise levels with guidance."""
+    patch_size: int
+    """Latent elements per token along one side."""
+
+    def __post_init__(self) -> None:
+        check_choice("cfg_renorm_type", self.renorm, get_args(RenormType))
+        if not 0.0 <= self.renorm_min <= 1.0:
+            raise ValueError(f"cfg_renorm_min={self.renorm_min:g} must lie in [0, 1]; 1 = no renormalisation")
+        if len(self.interval) != 2 or not 0.0 <= self.interval[0] < self.interval[1] <= 1.0:
+            raise ValueError(
+                f"cfg_interval={list(self.interval)} must be two increasing noise levels in [0, 1], such as [0.4, 1.0]"
+            )
+
+    def at(self, scale: float, scale_2: float | None = None, passes: int = 1) -> Self:
+        """The same kind at another scale. Raises ValueError for a scale below 1."""
+        if scale < 1.0:
+            raise ValueError(f"sampling.guidance_scale={scale:g}: this model has no guidance below 1. Use 1, or more")
+        return super().at(scale, scale_2, passes)
+
+    def combine(
+        self, uncond: Float[Tensor, "B C H W"], cond: Float[Tensor, "B C H W"], sigma: Float[Tensor, "B"]
+    ) -> Float[Tensor, "B C H W"]:
+        guided = super().combine(uncond, cond, sigma)
+        factor = (self.norms(cond) / (self.norms(guided) + NORM_EPSILON)).clamp(self.renorm_min, 1.0)
+        low, high = self.interval
+        has_guidance = ((sigma > low) & (sigma <= high)).view(-1, 1, 1, 1)
+        return torch.where(has_guidance, guided * factor, cond)
+
+    def norms(self, v: Float[Tensor, "B C H W"]) -> Float[Tensor, "B 1 _ _"]:
+        """The norms that are compared, in a shape that broadcasts over `v`."""
+        if self.renorm != "global":
+            return token_norms(v, self.patch_size)
+        norms: Tensor = vector_norm(v, dim=(1, 2, 3), keepdim=True)
+        return norms
 
 
 @dataclass(frozen=True, kw_only=True)

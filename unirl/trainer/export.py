@@ -7,16 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unirl.config.build import build
 from unirl.config.errors import CheckpointError, InvalidValueError
-from unirl.models.denoising.bundle import DiffusersBundle
-from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline
-from unirl.models.language.bundle import LanguageBundle
-from unirl.models.language.pipeline import TextPipeline
 from unirl.models.loading.adapter_files import Adapter, write_peft_adapter
 from unirl.plan.threads import in_use, threads_of
 from unirl.train.backend.base import TrainBackend
@@ -25,10 +22,46 @@ from unirl.train.configs import LoraConfig
 from unirl.trainer.model_card import write_card
 from unirl.trainer.run_folder import SavedRun, check_folder, check_weights
 from unirl.types.device import accelerator
+from unirl.types.facts import ModelFacts
 from unirl.types.sampling import Sampling
 
-ExportablePipeline = DiffusersPipeline[DiffusersBundle] | TextPipeline[LanguageBundle]
-"""The pipelines of models that have a home library."""
+
+class ExportableBundle(Protocol):
+    """A bundle that can load the weights of its checkpoint once more."""
+
+    path: str
+    dtype: torch.dtype
+
+    @property
+    def facts(self) -> ModelFacts: ...
+
+    def untrained(self) -> nn.Module:
+        """A second copy of the trained module, with the weights of the checkpoint."""
+
+
+class ExportablePipeline(Protocol):
+    """A pipeline that writes trained weights as files, and verifies them with what loads such files.
+
+    `params` are the sampling settings of its domain. A difference is in pixels, latents or nats.
+    """
+
+    lora_formats: ClassVar[tuple[str, ...]]
+
+    @property
+    def bundle(self) -> ExportableBundle: ...
+
+    def write_model(self, tensors: Mapping[str, Tensor], folder: Path) -> Path:
+        """Write the whole model with `tensors` in place of its own."""
+
+    def write_lora(self, folder: Path, adapter: Adapter) -> Path:
+        """Write an adapter in the first of `lora_formats`."""
+
+    def verify_model(self, folder: Path, texts: Sequence[str], params: Any) -> float:
+        """Largest difference between the trained model and the one in `folder`."""
+
+    def verify_lora(self, folder: Path, texts: Sequence[str], params: Any) -> float:
+        """Largest difference between the trained model and the untrained one with the adapter in `folder`."""
+
 
 EXPORTS = ("diffusers-lora", "peft", "full")
 """The formats, each of which is written into a folder of its name. Language models do not have `diffusers-lora`."""

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import unirl
 from unirl.config.node import nodes_below
-from unirl.models.loading.hub import HUB_ID, MODEL_INDEX
+from unirl.models.loading.hub import CONFIG, HUB_ID, MODEL_INDEX
 from unirl.trainer.run_folder import SavedRun
 
 CARD = "README.md"
 OPTIONAL = ("feature_extractor", "image_encoder")
 """Components that diffusers' pipelines do without."""
+OWN_LAYOUT = "unirl"
+"""In place of a library, for a model whose publisher has a layout and code of its own."""
 
 
 def write_card(folder: Path, saved: SavedRun, format: str, difference: float | None, weights: str = "live") -> Path:
@@ -86,6 +88,11 @@ def _use(folder: Path, library: str, format: str, base: str | None) -> Iterator[
         yield "model, export the run with `unirl export RUN --format full`."
         yield ""
         return
+    if library == OWN_LAYOUT:
+        yield "This folder has the files of the published repository. Give it to the published code of the model, or as"
+        yield "`bundle.path` to UniRL."
+        yield ""
+        return
     yield "```python"
     if format == "diffusers-lora":
         yield "from diffusers import DiffusionPipeline"
@@ -136,7 +143,8 @@ def _limits(difference: float | None) -> Iterator[str]:
 def _library(folder: Path, format: str) -> str:
     """The library that loads an export."""
     if format == "full":
-        return "diffusers" if (folder / MODEL_INDEX).is_file() else "transformers"
+        known = {MODEL_INDEX: "diffusers", CONFIG: "transformers"}
+        return next((library for file, library in known.items() if (folder / file).is_file()), OWN_LAYOUT)
     return "peft" if format == "peft" else "diffusers"
 
 

@@ -83,6 +83,9 @@ class PromptTokens(Batch):
         return self.lengths
 
 
+TextCondition = TextEmbedCondition | PromptTokens
+"""A prompt for a denoising model: embeddings of a frozen encoder, or tokens that the trained network embeds itself."""
+
 PatchGrid = tuple[int, int, int]
 """Number of patches of an image along time, height and width."""
 

@@ -30,7 +30,7 @@ from unirl.models.loading.hub import components as components_of
 from unirl.models.loading.hub import quiet_libraries
 from unirl.models.loading.lora import adapted_layers
 from unirl.models.loading.saved_weights import ModuleWeights, SafetensorsWeights, SavedWeights
-from unirl.types.conditions import Conditions, TextEmbedCondition
+from unirl.types.conditions import Conditions, TextCondition, TextEmbedCondition
 from unirl.types.device import CPU
 from unirl.types.facts import LatentFacts
 from unirl.types.protocols import TORCH_DTYPES, DtypeName, VaeDtype
@@ -46,9 +46,9 @@ class UsesComponents(Protocol):
 
 
 class TextEncoder(UsesComponents, Protocol):
-    """Encodes prompts into conditions with the frozen text encoders of one checkpoint."""
+    """Encodes prompts into conditions with the frozen text encoders of one checkpoint, or only with its tokenizer."""
 
-    def encode(self, texts: Sequence[str], max_sequence_length: int) -> TextEmbedCondition:
+    def encode(self, texts: Sequence[str], max_sequence_length: int) -> TextCondition:
         """One row per text. Each row depends only on its text and on the length."""
 
 

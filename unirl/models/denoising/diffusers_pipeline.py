@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, ClassVar, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from unirl.models.denoising.bundle import DiffusersBundle
-from unirl.models.denoising.embeddings import ConditionImages
+from unirl.models.denoising.bundle import DiffusersBundle, DiffusionBundle
+from unirl.models.denoising.embeddings import ConditionImages, PromptEmbeddings
 from unirl.models.denoising.pipeline import DiffusionPipeline
 from unirl.models.images import to_pil
 from unirl.models.loading.adapter_files import Adapter, write_diffusers_lora
 from unirl.models.loading.hub import components, quiet_libraries
 from unirl.sde.noise import NoiseSource
+from unirl.types.conditions import TextEmbedCondition
 from unirl.types.sampling import DiffusionSamplingParams
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ DiffusersBundleT = TypeVar("DiffusersBundleT", bound=DiffusersBundle, covariant=
 class DiffusersPipeline(DiffusionPipeline[DiffusersBundleT]):
     """A pipeline over a family of diffusers, with export to diffusers and verification of the export."""
 
+    embed: PromptEmbeddings[TextEmbedCondition]
     lora_formats: ClassVar[tuple[str, ...]] = ("diffusers-lora", "peft")
 
     def sample_with_diffusers(
@@ -224,7 +226,7 @@ class EulerSamples:
 
 @torch.no_grad()
 def sample_with_euler(
-    pipeline: DiffusersPipeline[DiffusersBundle],
+    pipeline: DiffusionPipeline[DiffusionBundle],
     texts: Sequence[str],
     params: DiffusionSamplingParams,
     images: Sequence[ConditionImages] | None = None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,9 +17,10 @@ from torch import Tensor
 from unirl.models.cache import BoundedCache
 from unirl.models.chunks import padded_chunks, round_up, text_multiple
 from unirl.models.denoising.bundle import DiffusionBundle, MultimodalTextEncoder, TextEncoder
-from unirl.types.conditions import TextEmbedCondition
+from unirl.types.conditions import TextCondition, TextEmbedCondition
 from unirl.types.progress import progress
 
+ConditionT = TypeVar("ConditionT", bound=TextCondition, covariant=True)
 GIB = 1024**3
 
 
@@ -42,7 +44,7 @@ Prompt = tuple[str, int, str]
 """Text, sequence length, and the key of its images ("" if it is read without images)."""
 
 
-class PromptEmbeddings:
+class PromptEmbeddings(Generic[ConditionT]):
     """Encodes each distinct prompt once, and caches up to `cache_gb` GiB of embeddings in main memory."""
 
     def __init__(self, bundle: DiffusionBundle, encoder: TextEncoder, *, batch_size: int, cache_gb: float) -> None:
@@ -51,11 +53,11 @@ class PromptEmbeddings:
         self.batch_size = round_up(batch_size, bundle.facts.batch_multiple)
         self.text_multiple = text_multiple(bundle.device) if bundle.facts.text_is_masked else None
         self.capacity = int(cache_gb * GIB)
-        self.cache: BoundedCache[Prompt, TextEmbedCondition] = BoundedCache(_num_bytes)
+        self.cache: BoundedCache[Prompt, TextCondition] = BoundedCache(_num_bytes)
 
     def __call__(
         self, texts: Sequence[str], max_sequence_length: int, images: Sequence[ConditionImages] | None = None
-    ) -> TextEmbedCondition:
+    ) -> ConditionT:
         """The condition of `texts`, one row each, on the bundle's device.
 
         Args:
@@ -67,19 +69,20 @@ class PromptEmbeddings:
         prompts = [(text, max_sequence_length, image.key) for text, image in zip(texts, images, strict=True)]
         rows = {prompt: self.cache.get(prompt) for prompt in dict.fromkeys(prompts)}
         rows |= self._encode([prompt for prompt, row in rows.items() if row is None], max_sequence_length, pixels)
-        table = TextEmbedCondition.concat([row for row in rows.values() if row is not None])
+        encoded: list[Any] = [row for row in rows.values() if row is not None]  # all of the class of this encoder
+        table: TextCondition = type(encoded[0]).concat(encoded)
         position = {prompt: i for i, prompt in enumerate(rows)}
-        condition = table.to(self.bundle.device).select([position[prompt] for prompt in prompts])
-        if self.text_multiple is None:
+        condition: Any = table.to(self.bundle.device).select([position[prompt] for prompt in prompts])
+        if self.text_multiple is None or not isinstance(table, TextEmbedCondition):
             return condition
         return condition.replace(lengths=[common_lengths(table, self.text_multiple)] * len(prompts))
 
     def _encode(
         self, prompts: list[Prompt], max_sequence_length: int, pixels: dict[str, Tensor]
-    ) -> dict[Prompt, TextEmbedCondition]:
+    ) -> dict[Prompt, TextCondition]:
         if not prompts:
             return {}
-        rows: dict[Prompt, TextEmbedCondition] = {}
+        rows: dict[Prompt, TextCondition] = {}
         with torch.no_grad(), self.bundle.resident(self.encoder.components):
             chunks = padded_chunks(len(prompts), self.batch_size)
             for chunk in chunks:
@@ -87,7 +90,7 @@ class PromptEmbeddings:
                 texts = [text for text, _, _ in chunk_prompts]
                 if pixels and isinstance(self.encoder, MultimodalTextEncoder):
                     images = torch.stack([pixels[key] for _, _, key in chunk_prompts]).to(self.bundle.device)
-                    batch = self.encoder.encode_with_images(texts, max_sequence_length, images).to("cpu")
+                    batch: TextCondition = self.encoder.encode_with_images(texts, max_sequence_length, images).to("cpu")
                 else:
                     batch = self.encoder.encode(texts, max_sequence_length).to("cpu")
                 progress("chunk of encoded prompts", len(chunks))
@@ -110,5 +113,5 @@ def last_token(mask: Tensor) -> int:
     return int((mask.any(0) * torch.arange(mask.shape[1])).max())
 
 
-def _num_bytes(row: TextEmbedCondition) -> int:
+def _num_bytes(row: TextCondition) -> int:
     return sum(value.nbytes for value in vars(row).values() if isinstance(value, Tensor))

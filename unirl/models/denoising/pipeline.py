@@ -21,7 +21,7 @@ from unirl.sde.guidance import NEGATIVE
 from unirl.sde.kernels import EulerODE
 from unirl.sde.noise import NoiseSource
 from unirl.types.batch import take_rows
-from unirl.types.conditions import Conditions
+from unirl.types.conditions import Conditions, TextCondition
 from unirl.types.device import to_device
 from unirl.types.primitives import Images, Videos, unit
 from unirl.types.progress import progress
@@ -73,7 +73,7 @@ class DiffusionPipeline(Generic[BundleT]):
         self.facts = bundle.facts
         self.stage = bundle.stage()
         self.decoder = bundle.decoder()
-        self.embed = PromptEmbeddings(
+        self.embed: PromptEmbeddings[TextCondition] = PromptEmbeddings(
             bundle, bundle.text_encoder(), batch_size=encode_batch_size, cache_gb=embedding_cache_gb
         )
         self.condition_image_encoder = bundle.condition_image_encoder()

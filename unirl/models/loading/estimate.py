@@ -20,6 +20,8 @@ Stream = Literal["image", "text", "joint", "vision", "row"]
 """The tokens that a layer reads: those of the sample, of the prompt, of both, of a vision encoder, or one per row."""
 
 STREAMS: tuple[tuple[Stream, str], ...] = (
+    ("image", r"_moe_gen\.|_moe_gen$|vae2llm|llm2vae"),
+    ("text", r"^language_model\.model\.layers\."),  # the other expert of a mixture of transformers
     ("text", r"caption_embedder|cap_embedder"),
     ("row", r"time_|(^|\.)t_embedder|modulation|_mod\.|norm\w*\.linear$|norm_out\.linear_1$"),
     ("vision", r"^visual\.|\.visual\.|image_embedder|attn2\.add_[kv]_proj"),
@@ -150,9 +152,10 @@ def _attention(name: str, shapes: Mapping[str, tuple[int, int]]) -> Attention | 
     prefix, _, kind = name.rpartition(".")
     if kind == "to_qkv_mlp_proj":  # one layer for queries, keys, values and the widened activations
         return Attention(shapes[name][0], (stream_of(name),), (stream_of(name),))
-    if kind not in ("to_q", "q_proj"):
+    if kind not in ("to_q", "q_proj", "q_proj_moe_gen"):
         return None
-    keys = [f"{prefix}.{other}" for other in ("to_k", "k_proj", "add_k_proj")]
+    others = ("k_proj", "k_proj_moe_gen") if kind == "q_proj_moe_gen" else ("to_k", "k_proj", "add_k_proj")
+    keys = [f"{prefix}.{other}" for other in others]
     queries = [name, f"{prefix}.add_q_proj"]
     streams = [tuple(stream_of(each) for each in names if each in shapes) for names in (queries, keys)]
     return Attention(shapes[name][1], *streams)

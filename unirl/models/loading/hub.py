@@ -57,6 +57,23 @@ def language_directory(path: str, revision: str | None, *, configs_only: bool = 
     return root
 
 
+def single_folder(path: str, revision: str | None, config: str, examples: str, configs_only: bool = False) -> Path:
+    """A folder that has all files of a model side by side: `path` itself, or the files of the hub.
+
+    `configs_only` leaves the weights out. Raises NotFoundError if there is no such model.
+
+    Args:
+        config: the file by which the folder is known.
+        examples: what the path may be, for the error.
+    """
+    root = _local(path, examples)
+    if root is None:
+        root = _fetch(path, revision, *(_LANGUAGE_TEXTS if configs_only else (*_LANGUAGE_TEXTS, "*.safetensors")))
+    if not (root / config).is_file():
+        raise NotFoundError(f"bundle.path={str(root)!r} has no {config}. Give {examples}")
+    return root
+
+
 def files_to_fetch(repo: str, revision: str | None) -> dict[str, int]:
     """The sizes in bytes of the files of a hub repository that a run reads, by name."""
     if not HUB_ID.fullmatch(repo):

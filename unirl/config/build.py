@@ -295,5 +295,7 @@ def _schema_at(key: Key, value: object, path: str, plugins: tuple[str, ...]) -> 
             return schema_of(find_target(target, path, plugins))
         except ConfigError:
             return None
+    if typing.get_origin(key.annotation) in MAPPINGS:
+        return None
     kinds = [kind for kind in (key.annotation, *typing.get_args(key.annotation), type(key.default)) if is_config(kind)]
     return schema_of(kinds[0]) if kinds else None

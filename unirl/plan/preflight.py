@@ -36,6 +36,7 @@ from unirl.config.recipe import RecipeConfig, said_of_policy
 from unirl.config.schema import dotted_name
 from unirl.models.base import Bundle
 from unirl.models.loading.estimate import ModelEstimate
+from unirl.models.unified.pipeline import IMAGE, UnifiedPipeline
 from unirl.plan.compatibility import KEPT_BY, check_compatibility, reads_snapshot
 from unirl.plan.geometry import Geometry, check_geometry, geometry_of
 from unirl.plan.layout import check_layout, layout_notices
@@ -203,6 +204,8 @@ def check_tracks(recipe: Recipe) -> None:
         )
     if recipe.engine is not None and issubclass(recipe.engine.schema.owner, ComposedRolloutEngine):
         check_texts(recipe.engine.require("pe_instruction", str), recipe.engine.get("pe_marker", str))
+    if recipe.shares_weights:
+        check_chain(recipe)
     last = trainer_class(config).track
     if last != list(recipe.policies)[-1]:
         raise IncompatibleError(
@@ -221,6 +224,22 @@ def check_tracks(recipe: Recipe) -> None:
                 f"{loss} chooses its own rows or weights, which the tracks of one network share. Use a loss on "
                 f"advantages, such as {dotted_name(DiffusionGRPO)}"
             )
+
+
+def check_chain(recipe: Recipe) -> None:
+    """The pipeline must sample the tracks of one network, in their order."""
+    owner, config, tracks = recipe.config.pipeline.schema.owner, recipe.config, tuple(recipe.policies)
+    if not issubclass(owner, UnifiedPipeline):
+        raise IncompatibleError(
+            f"sampling names the tracks {', '.join(tracks)}, and {config.pipeline.class_name} samples one track. Write "
+            "sampling and algorithm without names, or take a unified model, such as unirl.models.bagel.family"
+        )
+    chain = (*owner.text_tracks, IMAGE)
+    if tracks != tuple(name for name in chain if name in tracks):
+        raise IncompatibleError(
+            f"sampling names the tracks {', '.join(tracks)}, and {config.pipeline.class_name} samples "
+            f"{', '.join(chain)}, in this order. Name some of these"
+        )
 
 
 def needs_of(config: RecipeConfig) -> Needs:

@@ -96,6 +96,17 @@ class RolloutReq(Batch):
         ids = [f"{group}:{i % times}" for i, group in enumerate(wide.group_ids)]
         return wide.replace(sample_ids=ids)
 
+    def branched(self, track: str) -> RolloutReq:
+        """The rows of a child track: `branch` copies of every row, with the sample ids `{parent}/{track}{j}`.
+
+        A group is the children of one row.
+        """
+        branch = self.tracks[track].branch
+        return self.repeat_interleave(branch).replace(
+            sample_ids=child_ids(self.sample_ids, track, branch),
+            group_ids=[parent for parent in self.sample_ids for _ in range(branch)],
+        )
+
     def with_recorded(self, refs: Sequence[MediaRef]) -> RolloutReq:
         """The request for recorded samples. Row i is the file `refs[i]`; its metadata has the role of the reference."""
         return self.replace(

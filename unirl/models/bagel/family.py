@@ -26,7 +26,6 @@ from unirl.models.bagel.packing import MARKS, image_inputs
 from unirl.models.base import Stage
 from unirl.models.denoising.diffusers_pipeline import sample_with_euler
 from unirl.models.denoising.embeddings import ConditionImages
-from unirl.models.denoising.pipeline import DiffusionPipeline
 from unirl.models.denoising.stage import DiffusionStage
 from unirl.models.denoising.vae import KLBundle
 from unirl.models.language.bundle import LORA_TARGETS, load_tokenizer
@@ -39,6 +38,7 @@ from unirl.models.loading.checkpoint import VAE, ModelConfigs, family_files
 from unirl.models.loading.hub import quiet_libraries
 from unirl.models.loading.saved_weights import SafetensorsWeights, SavedWeights
 from unirl.models.loading.toy_tokenizers import qwen_tokenizer
+from unirl.models.unified.pipeline import IMAGE, UnifiedBundle, UnifiedPipeline, Written
 from unirl.sde.guidance import NEGATIVE, RenormGuidance, RenormType
 from unirl.sde.schedule import SigmaSchedule
 from unirl.types.conditions import Conditions, PromptTokens
@@ -50,9 +50,14 @@ from unirl.types.sampling import DiffusionSamplingParams, Sampling, sampling_as
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-IMAGE_TRACK = "image"
 BEGIN, END = "<|im_start|>", "<|im_end|>"
 """Each text, a prompt or an answer, stands between these tokens."""
+THINK_INSTRUCTION = (
+    "You should first think about the planning process in the mind and then generate the image. \n"
+    "The planning process is enclosed within <think> </think> tags, i.e. <think> planning process here </think> image "
+    "here"
+)
+"""The system text with which the model was trained to write before it draws."""
 IMAGE_MARKS = ("<|vision_start|>", "<|vision_end|>")
 GENERATION_LAYERS = (
     *(f"self_attn.{name}_proj_moe_gen" for name in "qkvo"),
@@ -88,6 +93,18 @@ class BagelFacts(LatentFacts):
 def facts(configs: ModelConfigs, batch_multiple: int) -> BagelFacts:
     """The facts of a checkpoint."""
     network, vae = configs.components[NETWORK], configs.components[VAE]
+    head_width = network["hidden_size"] // network["num_attention_heads"]
+    text = LanguageFacts(
+        family="bagel",
+        trainable_attr=NETWORK,
+        block_class_names=BLOCKS,
+        lora_targets=LORA_TARGETS,
+        batch_multiple=batch_multiple,
+        vocab_size=network["vocab_size"],
+        hidden_size=network["hidden_size"],
+        context_length=network["max_position_embeddings"],
+        cache_width=2 * network["num_hidden_layers"] * network["num_key_value_heads"] * head_width,
+    )
     vae_scale, patch_size = 2 ** (len(vae["block_out_channels"]) - 1), network["latent_patch_size"]
     return BagelFacts(
         family="bagel",
@@ -103,6 +120,7 @@ def facts(configs: ModelConfigs, batch_multiple: int) -> BagelFacts:
         batch_multiple=batch_multiple,
         extra_text_tokens=MARKS,
         largest_side=network["max_latent_size"] * vae_scale * patch_size,
+        text=text,
     )
 
 
@@ -148,10 +166,14 @@ class BagelTokenizer:
     def encode(self, texts: Sequence[str], max_sequence_length: int) -> PromptTokens:
         """The tokens of each text between the tokens for begin and end; further ones than the length are cut off."""
         longest = max(max_sequence_length - 2, 0)
-        return prompt_tokens([[self.begin, *self.codec.encode(text)[:longest], self.end] for text in texts])
+        return prompt_tokens([self.spoken(self.codec.encode(text)[:longest]) for text in texts])
+
+    def spoken(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens between those for begin and end."""
+        return [self.begin, *tokens, self.end]
 
 
-class BagelBundle(KLBundle):
+class BagelBundle(KLBundle, UnifiedBundle):
     """The network of both experts, and the VAE. The encoder that reads images is not loaded."""
 
     family: ClassVar[BagelFamily] = BAGEL
@@ -213,27 +235,12 @@ class BagelBundle(KLBundle):
 
     def stage_of(self, track: str) -> Stage:
         """The policy of a track: of images for `image`, of text for any other name."""
-        return self.stage() if track == IMAGE_TRACK else self.text_stage()
+        return self.stage() if track == IMAGE else self.text_stage()
 
     def text_stage(self) -> ARStage:
         """The understanding expert as a policy over tokens."""
-        return ARStage(self.trainable(), self.language_facts(), self.codec, self.dtype)
-
-    def language_facts(self) -> LanguageFacts:
-        """The facts of the network as a language model."""
-        config = self.configs.components[NETWORK]
-        head_width = config["hidden_size"] // config["num_attention_heads"]
-        return LanguageFacts(
-            family=self.facts.family,
-            trainable_attr=NETWORK,
-            block_class_names=BLOCKS,
-            lora_targets=LORA_TARGETS,
-            batch_multiple=self.facts.batch_multiple,
-            vocab_size=config["vocab_size"],
-            hidden_size=config["hidden_size"],
-            context_length=config["max_position_embeddings"],
-            cache_width=2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_width,
-        )
+        assert self.facts.text is not None
+        return ARStage(self.trainable(), self.facts.text, self.codec, self.dtype)
 
     def writing_prompts(self, texts: Sequence[str]) -> PromptTokens:
         """Prompts for answers: each text between the tokens for begin and end, then the begin of the answer."""
@@ -268,10 +275,27 @@ class BagelBundle(KLBundle):
         return token
 
 
-class BagelPipeline(DiffusionPipeline[BagelBundle]):
-    """Text to image with BAGEL, and export in the published layout."""
+class BagelPipeline(UnifiedPipeline[BagelBundle]):
+    """Text to image with BAGEL, with or without a text before it, and export in the published layout.
+
+    system | prompt | think     each between the tokens for begin and end; the unconditional pass reads the system
+    """
 
     lora_formats: ClassVar[tuple[str, ...]] = ("peft",)
+    text_tracks: ClassVar[tuple[str, ...]] = ("think",)
+
+    def writing_prompt(self, track: str, prompt: str, written: Written) -> list[int]:
+        spoken, codec = self.bundle.prompt_tokenizer.spoken, self.bundle.codec
+        return [*spoken(codec.encode(THINK_INSTRUCTION)), *spoken(codec.encode(prompt)), spoken([])[0]]
+
+    def drawing_prompt(self, prompt: str | None, written: Written) -> list[int]:
+        spoken, codec = self.bundle.prompt_tokenizer.spoken, self.bundle.codec
+        system = spoken(codec.encode(THINK_INSTRUCTION))
+        if prompt is None:
+            return system
+        # A text that was truncated has no end token.
+        thought = [token for token in written["think"] if token not in codec.ends]
+        return [*system, *spoken(codec.encode(prompt)), *spoken(thought)]
 
     def encode(
         self,

@@ -100,6 +100,12 @@ class DiffusionPipeline(Generic[BundleT]):
         """Sample all rows of a request with pinned sampling settings, about `chunk_size` rows per forward."""
         _, params = req.only_track(DiffusionSamplingParams)
         conditions = self.encode(req.prompts(), params, self._condition_images(req, params))
+        return self.generate_from(req, params, conditions, chunk_size)
+
+    def generate_from(
+        self, req: RolloutReq, params: DiffusionSamplingParams, conditions: Conditions, chunk_size: int
+    ) -> RolloutResp:
+        """Sample all rows of a request, given their conditions."""
         chunks = self._sampled(req, params, conditions, chunk_size)
         pixels = PixelRows(len(req))
         if self.decode_ahead:

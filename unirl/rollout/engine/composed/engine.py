@@ -13,7 +13,7 @@ from unirl.rollout.engine.base import RolloutEngine
 from unirl.types.facts import ModelFacts
 from unirl.types.primitives import Decoded, Preview, Texts
 from unirl.types.protocols import Capabilities
-from unirl.types.rollout_req import RolloutReq, child_ids
+from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp, RolloutTrack
 
 PROMPT = "{prompt}"
@@ -79,12 +79,8 @@ class ComposedRolloutEngine(RolloutEngine):
         written = self.engines["ar"].generate(self._of_track(req, "ar", texts)).tracks["ar"]
         rewrites = self._rewrites(req, written)
         self.turn("diffusion")
-        branch = req.tracks["diffusion"].branch
-        below = self._of_track(req, "diffusion", rewrites).repeat_interleave(branch)
-        below = below.replace(
-            sample_ids=child_ids(req.sample_ids, "diffusion", branch),
-            group_ids=[parent for parent in req.sample_ids for _ in range(branch)],
-        )
+        rewritten = req.replace(primitives={**req.primitives, "text": Texts(texts=rewrites)}).branched("diffusion")
+        below = self._of_track(rewritten, "diffusion", rewritten.prompts())
         drawn = self.engines["diffusion"].generate(below).tracks["diffusion"]
         return RolloutResp(
             {"ar": written, "diffusion": drawn.replace(parent_track="ar", parent_ids=list(below.group_ids))}

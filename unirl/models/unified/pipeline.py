@@ -1,0 +1,128 @@
+"""The pipeline of one network that writes and draws: texts, each of which continues those before it, then an image.
+
+    prompt --stage of `think`--> text --stage of `image`--> latents --VAE--> pixels
+             N texts per prompt         M images per text
+
+The tokens of a text reach the next track exactly as they were sampled.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import ClassVar, TypeVar
+
+from unirl.models.base import Stage, response_of
+from unirl.models.denoising.bundle import DiffusionBundle
+from unirl.models.denoising.pipeline import DiffusionPipeline
+from unirl.models.language.chat import TextCodec
+from unirl.models.language.packing import prompt_tokens
+from unirl.models.language.pipeline import check_prompt_length
+from unirl.models.language.stage import ARStage
+from unirl.sde.guidance import NEGATIVE
+from unirl.sde.noise import NoiseSource
+from unirl.types.conditions import Conditions
+from unirl.types.primitives import Texts
+from unirl.types.rollout_req import RolloutReq
+from unirl.types.rollout_resp import RolloutResp, RolloutTrack
+from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams
+from unirl.types.segments import TextSegment
+
+IMAGE = "image"
+"""The name of the track of images, which is the last one."""
+Written = Mapping[str, list[int]]
+"""The tokens that a row's ancestors sampled, by track, in the order of the tracks."""
+
+
+class UnifiedBundle(DiffusionBundle):
+    """A bundle whose network is a policy over tokens as well. `stage_of` gives the policy of each track."""
+
+    codec: TextCodec
+
+
+BundleT = TypeVar("BundleT", bound=UnifiedBundle, covariant=True)
+
+
+class UnifiedPipeline(DiffusionPipeline[BundleT]):
+    """Generates the tracks of a request one after another. A request for the track `image` alone draws its prompts."""
+
+    text_tracks: ClassVar[tuple[str, ...]]
+    """The texts that the model can write before an image, in their order. A recipe may leave some out."""
+
+    @cached_property
+    def text_stages(self) -> dict[str, ARStage]:
+        """The policy of each text."""
+        stages: dict[str, ARStage] = {}
+        for track in self.text_tracks:
+            stage = self.bundle.stage_of(track)
+            assert isinstance(stage, ARStage), f"the policy of the text track {track!r} samples tokens"
+            stages[track] = stage
+        return stages
+
+    @abstractmethod
+    def writing_prompt(self, track: str, prompt: str, written: Written) -> list[int]:
+        """The tokens that the model reads before it writes the text of a track."""
+
+    @abstractmethod
+    def drawing_prompt(self, prompt: str | None, written: Written) -> list[int]:
+        """The tokens that the model reads before it draws. The prompt is None in the unconditional pass of guidance."""
+
+    def stage_of(self, track: str) -> Stage:  # type: ignore[override]
+        """The policy of a track: of images for `image`, and otherwise of that text."""
+        return self.stage if track == IMAGE else self.text_stages[track]
+
+    def generate(self, req: RolloutReq, chunk_size: int) -> RolloutResp:
+        """Sample the tracks of a request, the first of which has one row per row of the request."""
+        if list(req.tracks) == [IMAGE]:
+            return super().generate(req, chunk_size)
+        tree: dict[str, RolloutTrack] = {}
+        written: list[Written] = [{}] * len(req)
+        for name, spec in req.tracks.items():
+            parent_ids = None
+            if spec.parent is not None:
+                written = [each for each in written for _ in range(spec.branch)]
+                req = req.branched(name)
+                parent_ids = list(req.group_ids)
+            alone = req.replace(tracks={name: replace(spec, parent=None, branch=1)})
+            if name == IMAGE:
+                track = self._drawn(alone, written, chunk_size)
+            else:
+                track = self._written(alone, written, chunk_size)
+                written = [{**each, name: own} for each, own in zip(written, tokens_of(track), strict=True)]
+            tree[name] = track.replace(parent_track=spec.parent, parent_ids=parent_ids)
+        return RolloutResp(tree)
+
+    def _written(self, req: RolloutReq, written: Sequence[Written], slots: int) -> RolloutTrack:
+        """A text for each row of a request."""
+        name, params = req.only_track(ARSamplingParams)
+        rows = zip(req.prompts(), written, strict=True)
+        prompts = [self.writing_prompt(name, prompt, each) for prompt, each in rows]
+        for tokens, id in zip(prompts, req.group_ids, strict=True):
+            check_prompt_length(len(tokens), id, params)
+        conditions: Conditions = {"prompt": prompt_tokens(prompts).to(self.bundle.device)}
+        noise = NoiseSource(params.seed, req.purpose, req.step)
+        segment = self.text_stages[name].sample(conditions, params, noise, req.sample_ids, slots)
+        rows_of_tokens = segment.tokens.cpu().split(segment.lengths.tolist())
+        texts = [self.bundle.codec.decode(row.tolist()) for row in rows_of_tokens]
+        return response_of(req, conditions, segment, Texts(texts=texts)).tracks[name]
+
+    def _drawn(self, req: RolloutReq, written: Sequence[Written], chunk_size: int) -> RolloutTrack:
+        """An image for each row of a request, given the texts of its ancestors."""
+        name, params = req.only_track(DiffusionSamplingParams)
+        rows = list(zip(req.prompts(), written, strict=True))
+        prompts = [self.drawing_prompt(prompt, each) for prompt, each in rows]
+        conditions: Conditions = {"text": prompt_tokens(prompts)}
+        if self.facts.guidance_of(params).active:
+            conditions[NEGATIVE + "text"] = prompt_tokens([self.drawing_prompt(None, each) for each in written])
+        conditions = {key: condition.to(self.bundle.device) for key, condition in conditions.items()}
+        track = self.generate_from(req, params, conditions, chunk_size).tracks[name]
+        texts = [self.bundle.codec.decode(list(each.values())[-1]) for each in written]
+        return track.replace(prompts=[text or prompt for text, (prompt, _) in zip(texts, rows, strict=True)])
+
+
+def tokens_of(track: RolloutTrack) -> list[list[int]]:
+    """The sampled tokens of each row of a text."""
+    segment = track.sampled_as(TextSegment).segment
+    return [row.tolist() for row in segment.tokens.cpu().split(segment.lengths.tolist())]

@@ -203,7 +203,8 @@ def _accepts(node: Node) -> bool:
 def _at_path(message: str, path: str, node: Node) -> str:
     """The message with the full key path in place of the name that the class itself gives the key."""
     block, _, key = path.rpartition(".")
-    names = (path, f"{node.class_name}.{key}", f"{block.rpartition('.')[2]}.{key}", key)
+    first, last = block.partition(".")[0], block.rpartition(".")[2]  # of ar.sampling, and of sampling.image
+    names = (path, f"{node.class_name}.{key}", f"{last}.{key}", f"{first}.{key}", key)
     for rest in (message.removeprefix(name) for name in names):
         if rest != message and rest.startswith((" ", "=")):
             return path + rest

@@ -23,6 +23,7 @@ from unirl.config.recipe import (
     AnyConfig,
     EnhancerConfig,
     RecipeConfig,
+    UnifiedConfig,
     policy_keys,
     recipe_class,
 )
@@ -115,6 +116,7 @@ def check(composed: ComposedConfig) -> Recipe:
     composed = composed.under_command_line(data_layer(composed.resolved(), composed.recipe.path))
     _refuse_empty_variables(composed)
     tree = composed.resolved()
+    _refuse_keys_of_no_track(composed, tree, plugins)
     try:
         root = check_node(tree, recipe_class(tree), plugins=plugins, where=composed.where)
     except UnknownKeyError as error:
@@ -132,6 +134,19 @@ def recipe_of(composed: ComposedConfig, root: Node, settings: AnyConfig) -> Reci
     engine = settings.rollout if is_enhancer else None
     trained = settings.trained or tuple(policies)
     return Recipe(composed, root, policies, engine, settings.credit, trained, shares_weights=not is_enhancer)
+
+
+def _refuse_keys_of_no_track(composed: ComposedConfig, tree: Tree, plugins: tuple[str, ...]) -> None:
+    """Refuses a key such as `sampling.height` where each track of one network has its own."""
+    for block in OF_TRACK if recipe_class(tree) is UnifiedConfig else ():
+        entries = tree.get(block)
+        for name, value in entries.items() if isinstance(entries, dict) else ():
+            path = join(block, name)
+            if not isinstance(value, dict):
+                schemas, keys = schemas_of(tree, plugins), policy_keys(tree, path)
+                known = [key for key in keys if _is_key(key, schemas)] or keys
+                text = f"unknown key '{path}'{composed.where(path)}: this recipe has several tracks"
+                raise UnknownKeyError(f"{text}. Write {' or '.join(known)}", path, hinted=True)
 
 
 def _refuse_empty_variables(composed: ComposedConfig) -> None:

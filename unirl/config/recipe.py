@@ -486,7 +486,11 @@ def policy_keys(tree: Mapping[str, object], key: str) -> list[str]:
     if kind is UnifiedConfig:
         block, dot, rest = key.partition(".")
         tracks = tree.get("sampling")
-        names = list(tracks) if isinstance(tracks, Mapping) else []
+        names = (
+            [name for name, block in tracks.items() if isinstance(block, Mapping)]
+            if isinstance(tracks, Mapping)
+            else []
+        )
         return [f"{block}.{name}{dot}{rest}" if block in OF_TRACK else key for name in names]
     return [key]
 

@@ -240,6 +240,12 @@ def check_chain(recipe: Recipe) -> None:
             f"sampling names the tracks {', '.join(tracks)}, and {config.pipeline.class_name} samples "
             f"{', '.join(chain)}, in this order. Name some of these"
         )
+    for name in config.stack.get("loss_weights", dict) or {}:
+        if name not in recipe.trained:
+            raise InvalidValueError(
+                f"stack.loss_weights.{name}: the trained tracks are {', '.join(recipe.trained)}. Name one of them, or "
+                "remove the key"
+            )
 
 
 def needs_of(config: RecipeConfig) -> Needs:

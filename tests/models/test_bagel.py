@@ -30,7 +30,8 @@ from unirl.types.facts import LoraSpec
 from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams
 
 PUBLISHED = "ByteDance-Seed/BAGEL-7B-MoT"
-TEXTS = ("a red circle on a long grey road", "a blue square", "", "two")
+TEXTS = ("two", "a blue square on the left", "a red circle on a long grey road or so", "")
+"""Three padded lengths, where the first occurs again at the end, so that rows of a length are not adjacent."""
 PARAMS = DiffusionSamplingParams(
     kernel=FlowSDEStrategy(), num_inference_steps=3, height=32, width=48, max_sequence_length=16
 )

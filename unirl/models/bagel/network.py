@@ -33,8 +33,8 @@ FREQUENCIES = 256
 PERIOD = 10000.0
 
 
-def sinusoid(values: Tensor, width: int, exponents: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [N, width / 2] of `values` [N] at the frequencies PERIOD^-exponents, in the dtype of both."""
+def sinusoid(values: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [N, F] of `values` [N] at the frequencies PERIOD^-exponents [F]."""
     angles = values[:, None] * PERIOD**-exponents
     return angles.cos(), angles.sin()
 
@@ -42,7 +42,7 @@ def sinusoid(values: Tensor, width: int, exponents: Tensor) -> tuple[Tensor, Ten
 def position_table(side: int, width: int) -> Tensor:
     """[side^2, width] sine and cosine embeddings of a grid: one half of the width for the column, one for the row."""
     places = torch.arange(side, dtype=torch.float64)
-    cosines, sines = sinusoid(places, width // 2, torch.arange(width // 4, dtype=torch.float64) / (width // 4))
+    cosines, sines = sinusoid(places, torch.arange(width // 4, dtype=torch.float64) / (width // 4))
     line = torch.cat([sines, cosines], dim=1)  # [side, width / 2]
     columns, rows = line.repeat(side, 1), line.repeat_interleave(side, dim=0)
     return torch.cat([columns, rows], dim=1).float()
@@ -187,7 +187,7 @@ class TimestepEmbedder(nn.Module):
     def forward(self, sigma: Tensor, dtype: torch.dtype) -> Tensor:
         """[B, D] from noise levels [B] in [0, 1]."""
         half = FREQUENCIES // 2
-        waves = torch.cat(sinusoid(sigma.float(), FREQUENCIES, torch.arange(half, device=sigma.device) / half), dim=1)
+        waves = torch.cat(sinusoid(sigma.float(), torch.arange(half, device=sigma.device) / half), dim=1)
         result: Tensor = self.mlp(waves.to(dtype))
         return result
 

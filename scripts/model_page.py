@@ -29,8 +29,9 @@ OPENING = """\
 # Image and video models
 
 Each family adapts one model of diffusers to the denoising loop that all families share. Tests compare a toy of the same
-classes with diffusers' own pipeline ([what runs](support.md), [how to add a family](extending.md)). The sizes below are
-counted from the public configurations. **Published weights were never loaded here, and nothing ran on a GPU yet.**
+classes with diffusers' own pipeline, and BAGEL, which diffusers does not have, with its published equations
+([what runs](support.md), [how to add a family](extending.md)). The sizes below are counted from the public
+configurations. **Published weights were never loaded here, and nothing ran on a GPU yet.**
 
 `unirl models pull ID` shows the sizes of the files that a run reads and downloads them. `unirl models check DIR`
 compares a model directory with its networks without loading it. With `--values` it also looks for infinite values and

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.nn.functional import linear, silu
 from torch.utils.flop_counter import FlopCounterMode
 
 from unirl.config.errors import DataError
-from unirl.models.bagel.family import BagelBundle, BagelPipeline
+from unirl.models.bagel.family import BagelBundle, BagelDenoiser, BagelPipeline
 from unirl.models.bagel.network import Config
 from unirl.models.denoising.embeddings import ConditionImages
 from unirl.models.denoising.stage import DiffusionStage
@@ -29,7 +30,8 @@ from unirl.types.facts import LoraSpec
 from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams
 
 PUBLISHED = "ByteDance-Seed/BAGEL-7B-MoT"
-TEXTS = ("a red circle on a long grey road", "a blue square", "", "two")
+TEXTS = ("two", "a blue square on the left", "a red circle on a long grey road or so", "")
+"""Three padded lengths, where the first occurs again at the end, so that rows of a length are not adjacent."""
 PARAMS = DiffusionSamplingParams(
     kernel=FlowSDEStrategy(), num_inference_steps=3, height=32, width=48, max_sequence_length=16
 )
@@ -39,6 +41,16 @@ WRITING = ARSamplingParams(max_new_tokens=6, temperature=0.8)
 @pytest.fixture(scope="module")
 def toy() -> BagelPipeline:
     return BagelPipeline(BagelBundle(path="toy", dtype="fp32"))
+
+
+@pytest.fixture(scope="module")
+def noised() -> BagelPipeline:
+    """A toy with noise on every parameter, since all of its norms are equal, and so those of both experts."""
+    pipeline, generator = BagelPipeline(BagelBundle(path="toy", dtype="fp32")), torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in pipeline.bundle.trainable().parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return pipeline
 
 
 def latents(pipeline: BagelPipeline, count: int = len(TEXTS), name: str = "x") -> Tensor:
@@ -148,16 +160,32 @@ def rows_of(prompts: PromptTokens) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("condition", ["text", "negative_text"])
-def test_the_velocity_is_that_of_the_published_equations(toy: BagelPipeline, condition: str) -> None:
-    x, sigma = latents(toy), torch.tensor([1.0, 0.7, 0.31, 0.05])
+def test_the_velocity_is_that_of_the_published_equations(noised: BagelPipeline, condition: str) -> None:
+    x, sigma = latents(noised), torch.tensor([1.0, 0.7, 0.31, 0.05])
     params = DiffusionSamplingParams(kernel=EulerODE(), guidance_scale=4.0, max_sequence_length=64)
-    prompts = toy.encode(TEXTS, params)[condition]
+    prompts = noised.encode(TEXTS, params)[condition]
     assert isinstance(prompts, PromptTokens)
-    v = toy.stage.velocity(x, sigma, {"text": prompts}, toy.facts.guidance).detach()
-    equations, marks = published(toy), toy.bundle.marks
+    v = noised.stage.velocity(x, sigma, {"text": prompts}, noised.facts.guidance).detach()
+    equations, marks = published(noised), noised.bundle.marks
     for row, text in enumerate(rows_of(prompts)):
         expected = equations.velocity(x[row], float(sigma[row]), text, marks)
         assert float((v[row] - expected).abs().max()) < 1e-5 * float(expected.abs().max()), row
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["weights_in_bf16", "autocast"])
+def test_the_velocity_in_bf16_is_that_of_float32_up_to_rounding(noised: BagelPipeline, wide: bool) -> None:
+    """Full training has float32 weights and computes by autocast; adapters have a base in bf16."""
+    x, sigma = latents(noised), torch.tensor([1.0, 0.7, 0.31, 0.05])
+    conditions, guidance = noised.encode(TEXTS, PARAMS), noised.facts.guidance
+    network = deepcopy(noised.bundle.trainable()) if wide else deepcopy(noised.bundle.trainable()).bfloat16()
+    denoiser = BagelDenoiser(network, noised.facts, noised.bundle.marks)
+    with torch.no_grad():
+        expected = noised.stage.velocity(x, sigma, conditions, guidance)
+        stage = DiffusionStage(denoiser, noised.facts, torch.bfloat16)
+        stage.needs_autocast = lambda: wide
+        v = stage.velocity(x, sigma, conditions, guidance)
+    assert v.dtype == torch.float32 and not torch.equal(v, expected)
+    assert float((v - expected).norm() / expected.norm()) < 0.03
 
 
 def test_prompts_stand_between_the_published_tokens_and_the_unconditional_pass_has_none(toy: BagelPipeline) -> None:
@@ -240,10 +268,10 @@ def qwen3_with_the_same_weights(bundle: BagelBundle) -> torch.nn.Module:
     return network.eval()
 
 
-def test_log_probs_of_text_equal_those_of_transformers_and_of_sampling(toy: BagelPipeline) -> None:
-    stage = toy.bundle.stage_of("text")
+def test_log_probs_of_text_equal_those_of_transformers_and_of_sampling(noised: BagelPipeline) -> None:
+    stage = noised.bundle.stage_of("text")
     assert isinstance(stage, ARStage)
-    conditions, ids = {"prompt": toy.bundle.writing_prompts(TEXTS)}, [f"r{i}" for i in range(4)]
+    conditions, ids = {"prompt": noised.bundle.writing_prompts(TEXTS)}, [f"r{i}" for i in range(4)]
     noise = NoiseSource(0, "r", 0)
     segment = stage.sample(conditions, WRITING, noise, ids, slots=4)
     for slots in (1, 3):
@@ -251,7 +279,7 @@ def test_log_probs_of_text_equal_those_of_transformers_and_of_sampling(toy: Bage
         assert torch.equal(again.tokens, segment.tokens) and torch.equal(again.logp, segment.logp)
     with torch.no_grad():
         assert torch.equal(stage.replay(conditions, segment).logp, segment.logp)
-        expected = transformers_logp(qwen3_with_the_same_weights(toy.bundle), conditions, segment)
+        expected = transformers_logp(qwen3_with_the_same_weights(noised.bundle), conditions, segment)
     assert float((segment.logp - expected).abs().max()) < 1e-5
     assert segment.lengths.max() > 1 and float(segment.logp.std()) > 0.1
 

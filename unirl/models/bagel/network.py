@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import rms_norm, silu
 
 from unirl.models.bagel.packing import ImageInputs
 from unirl.models.denoising.ragged import patches, unpatched
@@ -33,8 +33,8 @@ FREQUENCIES = 256
 PERIOD = 10000.0
 
 
-def sinusoid(values: Tensor, width: int, exponents: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [N, width / 2] of `values` [N] at the frequencies PERIOD^-exponents, in the dtype of both."""
+def sinusoid(values: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [N, F] of `values` [N] at the frequencies PERIOD^-exponents [F]."""
     angles = values[:, None] * PERIOD**-exponents
     return angles.cos(), angles.sin()
 
@@ -42,7 +42,7 @@ def sinusoid(values: Tensor, width: int, exponents: Tensor) -> tuple[Tensor, Ten
 def position_table(side: int, width: int) -> Tensor:
     """[side^2, width] sine and cosine embeddings of a grid: one half of the width for the column, one for the row."""
     places = torch.arange(side, dtype=torch.float64)
-    cosines, sines = sinusoid(places, width // 2, torch.arange(width // 4, dtype=torch.float64) / (width // 4))
+    cosines, sines = sinusoid(places, torch.arange(width // 4, dtype=torch.float64) / (width // 4))
     line = torch.cat([sines, cosines], dim=1)  # [side, width / 2]
     columns, rows = line.repeat(side, 1), line.repeat_interleave(side, dim=0)
     return torch.cat([columns, rows], dim=1).float()
@@ -61,6 +61,16 @@ def rotated(states: Tensor, by: Rotations) -> Tensor:
     cosines, sines = by
     first, second = states.chunk(2, dim=-1)
     return states * cosines + torch.cat([-second, first], dim=-1) * sines
+
+
+class RMSNorm(nn.RMSNorm):
+    """The norm of Qwen2. If the weight is wider than the states, as under autocast, the result is as wide."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] from [..., D]."""
+        if x.dtype == self.weight.dtype:
+            return super().forward(x)
+        return self.weight * rms_norm(x, self.normalized_shape, eps=self.eps)
 
 
 class PairedModule(nn.Module):
@@ -89,7 +99,7 @@ class MoTAttention(PairedModule):
             self.add_pair(name, *(nn.Linear(width, outputs) for _ in EXPERTS))
         self.add_pair("o_proj", *(nn.Linear(width, width, bias=False) for _ in EXPERTS))
         for name in ("q_norm", "k_norm"):
-            self.add_pair(name, *(nn.RMSNorm(self.head_width, config["rms_norm_eps"]) for _ in EXPERTS))
+            self.add_pair(name, *(RMSNorm(self.head_width, config["rms_norm_eps"]) for _ in EXPERTS))
 
     def forward(self, streams: Streams, by: Rotations, attention_fn: AttentionFn) -> Streams:
         """The attended states of each stream."""
@@ -129,7 +139,7 @@ class Qwen2MoTDecoderLayer(PairedModule):
         self.self_attn = MoTAttention(config)
         self.add_pair("mlp", *(GatedMLP(width, config["intermediate_size"]) for _ in EXPERTS))
         for name in ("input_layernorm", "post_attention_layernorm"):
-            self.add_pair(name, *(nn.RMSNorm(width, eps) for _ in EXPERTS))
+            self.add_pair(name, *(RMSNorm(width, eps) for _ in EXPERTS))
 
     def forward(self, streams: Streams, by: Rotations, attention_fn: AttentionFn) -> Streams:
         """The streams after this layer."""
@@ -148,7 +158,7 @@ class MoTModel(PairedModule):
         self.rope = (width // config["num_attention_heads"], float(config["rope_theta"]))
         self.embed_tokens = nn.Embedding(config["vocab_size"], width)
         self.layers = nn.ModuleList(Qwen2MoTDecoderLayer(config) for _ in range(config["num_hidden_layers"]))
-        self.add_pair("norm", *(nn.RMSNorm(width, config["rms_norm_eps"]) for _ in EXPERTS))
+        self.add_pair("norm", *(RMSNorm(width, config["rms_norm_eps"]) for _ in EXPERTS))
 
     def forward(self, streams: Streams, positions: Tensor, attention_fn: AttentionFn) -> Streams:
         """The normed hidden states of streams, at positions [N] of the tokens of all streams."""
@@ -177,7 +187,7 @@ class TimestepEmbedder(nn.Module):
     def forward(self, sigma: Tensor, dtype: torch.dtype) -> Tensor:
         """[B, D] from noise levels [B] in [0, 1]."""
         half = FREQUENCIES // 2
-        waves = torch.cat(sinusoid(sigma.float(), FREQUENCIES, torch.arange(half, device=sigma.device) / half), dim=1)
+        waves = torch.cat(sinusoid(sigma.float(), torch.arange(half, device=sigma.device) / half), dim=1)
         result: Tensor = self.mlp(waves.to(dtype))
         return result
 

@@ -16,7 +16,7 @@ from unirl.config.errors import CheckpointError, InvalidValueError
 from unirl.models.denoising.bundle import DiffusersBundle
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline
 from unirl.models.language.bundle import LanguageBundle
-from unirl.models.language.pipeline import TextPipeline
+from unirl.models.language.pipeline import TokenPipeline
 from unirl.models.loading.adapter_files import Adapter, write_peft_adapter
 from unirl.plan.threads import in_use, threads_of
 from unirl.train.backend.base import TrainBackend
@@ -27,7 +27,7 @@ from unirl.trainer.run_folder import SavedRun, check_folder, check_weights
 from unirl.types.device import accelerator
 from unirl.types.sampling import Sampling
 
-ExportablePipeline = DiffusersPipeline[DiffusersBundle] | TextPipeline[LanguageBundle]
+ExportablePipeline = DiffusersPipeline[DiffusersBundle] | TokenPipeline[LanguageBundle]
 """The pipelines of models that have a home library."""
 
 EXPORTS = ("diffusers-lora", "peft", "full")

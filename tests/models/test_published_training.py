@@ -22,14 +22,22 @@ from unirl.distributed import current
 from unirl.distributed.group.pool import open_pool
 from unirl.distributed.weight_sync.endpoints import WeightSender
 from unirl.distributed.weight_sync.sync import EngineSync
+from unirl.models.language.image_tokens import UNCONDITIONAL, ImageTokenStage
+from unirl.models.language.stage import ARStage
 from unirl.rollout.engine.replica.engine import ReplicaRolloutEngine
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import FSDPConfig
+from unirl.types.conditions import Conditions
+from unirl.types.segments import ImageTokenSegment, TextSegment
 
 ONE_PER_FAMILY = list({LAYOUTS[hub_id]["case"]: hub_id for hub_id in reversed(PIPELINES)}.values())
 """Repositories of one family differ in their files alone, which loading tests."""
-PIPELINE_CLASSES = {"Qwen3Bundle": "qwen3.family.Qwen3Pipeline", "QwenVLBundle": "qwen_vl.family.QwenVLPipeline"}
+PIPELINE_CLASSES = {
+    "Qwen3Bundle": "qwen3.family.Qwen3Pipeline",
+    "QwenVLBundle": "qwen_vl.family.QwenVLPipeline",
+    "JanusProBundle": "janus_pro.family.JanusProPipeline",
+}
 PROMPTS, RESPONSES = (5, 12, 3, 7), (9, 1, 6, 4)
 
 
@@ -51,16 +59,27 @@ def trained_text(hub_id: str, folder: str) -> dict[str, Any]:
     canaries = [sync.push(0).canary_absdiff]
     rank = current()
     mine = list(range(rank.dp_rank, len(PROMPTS), rank.dp_size))
-    prompts, responses = prompts_of_lengths(PROMPTS)["prompt"], segment_of_lengths(RESPONSES)
-    logp = pipeline.stage.replay({"prompt": prompts.select(mine)}, responses.select(mine)).logp
+    conditions, responses = recorded_rows(pipeline.stage)
+    selected = {name: condition.select(mine) for name, condition in conditions.items()}
+    logp = pipeline.stage.replay(selected, responses.select(mine)).logp
     loss = -logp.sum() / sum(RESPONSES)
     backend.backward(loss, last=True)
     stats = backend.step(1e9, loss)
     assert stats is not None
     canaries.append(sync.push(1).canary_absdiff)
     with torch.no_grad():
-        after = pipeline.stage.replay({"prompt": prompts}, responses).logp
+        after = pipeline.stage.replay(conditions, responses).logp
     return {"canaries": canaries, "grad_norm": stats.grad_norm, "loss": loss.item(), "logp": after}
+
+
+def recorded_rows(stage: ARStage) -> tuple[Conditions, TextSegment]:
+    """Prompts and responses of random tokens; for images, entries of the codebook, with guidance."""
+    conditions, texts = prompts_of_lengths(PROMPTS), segment_of_lengths(RESPONSES)
+    if not isinstance(stage, ImageTokenStage):
+        return conditions, texts
+    tokens = {"tokens": texts.tokens % stage.facts.vocab_size}
+    images = ImageTokenSegment(**vars(texts) | tokens, guidance_scale=3.0)
+    return conditions | {UNCONDITIONAL: prompts_of_lengths(PROMPTS, seed=2)["prompt"]}, images
 
 
 def all_trained(folder: str) -> dict[str, Any]:

@@ -285,7 +285,7 @@ def _sampling(sizes: Sizes, settings: Settings) -> Iterator[Item]:
     per_channel = min(at_once, rows * network.tokens) * network.width * sizes.dtype_bytes
     sampled = ("sample", "decode") if settings.decode_ahead else ("sample",)
     yield "activations of sampling", part, per_channel * LIVE_BYTES_WITHOUT_GRAD, sampled
-    cached = settings.forward_rows * network.tokens * network.cache_width * sizes.dtype_bytes
+    cached = settings.forward_rows * sizes.network_rows * network.tokens * network.cache_width * sizes.dtype_bytes
     yield "keys and values", part, cached, ("sample",)
     tokens = settings.forward_rows * sizes.network_rows * network.tokens * sizes.caches_steps
     yield "step cache", part, CACHED_STREAMS * tokens * network.width * sizes.dtype_bytes, ("sample",)
@@ -467,7 +467,8 @@ def generate_work(sizes: Sizes, settings: Settings) -> Work:
 
 def tokens_work(sizes: Sizes, settings: Settings, rows: float) -> Work:
     """Reading the prompts, then decoding token by token in slots. Every response has the largest length."""
-    network, slots = sizes.network, min(settings.forward_rows, rows)
+    network, slots = sizes.network, min(settings.forward_rows, rows) * sizes.network_rows
+    rows *= sizes.network_rows
     prefill = 2.0 * network.active_parameters * network.prompt_tokens * rows
     flops = 2.0 * network.active_parameters * slots
     context = network.prompt_tokens + sizes.num_steps / 2

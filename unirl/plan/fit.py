@@ -122,7 +122,8 @@ def values_of(run: RunSizes, rung: Rung) -> Sequence[int]:
     if rung is SHARDS:
         return [size for size in range(1, num_devices + 1) if num_devices % size == 0]
     if rung is PASSES:
-        return (1, 2) if run.sizes.network_rows > 1 else (now,)
+        denoises = not run.sizes.network.cache_width  # a language model decodes both branches of a sample together
+        return (1, 2) if run.sizes.network_rows > 1 and denoises else (now,)
     if rung is DECODE:
         return sorted({1, now}) if run.sizes.decoding.peak_bytes else (now,)
     if rung in (RESHARD, DEFERRED):

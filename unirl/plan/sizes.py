@@ -28,7 +28,7 @@ from unirl.plan.residency import PHASES, resident
 from unirl.reward.base import RewardScorer, ScorerCost
 from unirl.types.facts import LanguageFacts, LatentFacts
 from unirl.types.protocols import REFERENCE, Needs
-from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams, Sampling
+from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams, ImageTokenSamplingParams, Sampling
 from unirl.types.segments import LatentSegment, stored_positions
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -97,12 +97,13 @@ class RecipeSizes:
 def _settings(
     config: RecipeConfig, placement: PlacementPlan, geometry: Geometry, sizes: Sizes, estimate: ModelEstimate
 ) -> Settings:
+    tokens = sizes.network.tokens * sizes.trained_rows
     budget, fsdp = config.micro_batch_tokens, config.backend.get("fsdp_cfg", Node)
     num_shards = (fsdp and fsdp.get("shard_size", int)) or len(placement.train)
     slots = estimate.facts.rows_at_once(largest(config, estimate), sizes.engine_dtype_bytes or sizes.dtype_bytes)
     rows_at_once = min(slots, -(-sizes.num_samples // sizes.num_engine_devices))
     return Settings(
-        micro_rows=geometry.micro_batch_size if budget is None else max(budget // sizes.network.tokens, 1),
+        micro_rows=geometry.micro_batch_size if budget is None else max(budget // tokens, 1),
         forward_rows=config.rollout.get("forward_batch_size", int) or rows_at_once,
         recompute=fsdp is not None and fsdp.require("activation_checkpointing", bool),
         num_shards=num_shards,
@@ -135,7 +136,7 @@ def _sizes(
     has_reference = REFERENCE in needs.snapshots
     dtype_bytes = DTYPE_BYTES[dtype]
     work = _work_of_loss(config, sampling, facts, geometry)
-    guided = isinstance(sampling, DiffusionSamplingParams) and _is_guided(facts, sampling)
+    guided = _is_guided(facts, sampling)
     return Sizes(
         policy_parameters=policy,
         kept_in_fp32=estimate.kept_in_fp32,
@@ -193,8 +194,13 @@ def largest(config: RecipeConfig, estimate: ModelEstimate) -> Sampling:
     return max(sized or [sampling], key=estimate.facts.tokens_of)
 
 
-def _is_guided(facts: object, sampling: DiffusionSamplingParams) -> bool:
-    return isinstance(facts, LatentFacts) and facts.guidance_of(sampling).active
+def _is_guided(facts: object, sampling: Sampling) -> bool:
+    """True if a forward pass of the network reads two rows of each sample, or there are two forward passes."""
+    if isinstance(sampling, ImageTokenSamplingParams):
+        return sampling.is_guided
+    if not isinstance(sampling, DiffusionSamplingParams) or not isinstance(facts, LatentFacts):
+        return False
+    return facts.guidance_of(sampling).active
 
 
 def _num_steps(sampling: Sampling) -> int:

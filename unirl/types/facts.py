@@ -7,7 +7,13 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from unirl.types.protocols import GuidanceLike, SigmaScheduleLike
-from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams, Sampling, sampling_as
+from unirl.types.sampling import (
+    ARSamplingParams,
+    DiffusionSamplingParams,
+    ImageTokenSamplingParams,
+    Sampling,
+    sampling_as,
+)
 
 ROWS_AT_ONCE = 8
 """Rows of one forward in rollout, unless a cache decides."""
@@ -178,12 +184,12 @@ class LanguageFacts(ModelFacts):
 
     def rows_at_once(self, sampling: Sampling, dtype_bytes: int) -> int:
         """As many slots, in eights, as CACHE_BYTES hold at their greatest length; at least 8, at most MAX_SLOTS."""
-        slot_bytes = self.tokens_of(sampling) * self.cache_width * dtype_bytes
+        slot_bytes = self.tokens_of(sampling) * self.cache_width * dtype_bytes * sampling.rows_per_sample
         return max(min(CACHE_BYTES // max(slot_bytes, 1) // 8 * 8, MAX_SLOTS), ROWS_AT_ONCE)
 
     def check(self, sampling: Sampling) -> None:
         """Raises ValueError unless the longest prompt and the longest response fit the context together."""
-        params = sampling_as(ARSamplingParams, sampling, f"{self.family} samples with")
+        params = self._params(sampling)
         if params.max_prompt_tokens + params.max_new_tokens > self.context_length:
             left = self.context_length - params.max_prompt_tokens
             advice = f"Use max_new_tokens={left}" if left > 0 else "Lower max_prompt_tokens"
@@ -191,6 +197,44 @@ class LanguageFacts(ModelFacts):
                 f"sampling.max_prompt_tokens={params.max_prompt_tokens} + max_new_tokens={params.max_new_tokens} is "
                 f"more than the context of {self.family}, {self.context_length} tokens. {advice}"
             )
+
+    def _params(self, sampling: Sampling) -> ARSamplingParams:
+        """The settings of texts. Raises ValueError for those of anything else."""
+        if isinstance(sampling, ImageTokenSamplingParams):
+            raise ValueError(
+                f"{self.family} samples texts, but the settings are {type(sampling).__name__}, for tokens of images. "
+                f"Write sampling._target_={ARSamplingParams.__module__}.{ARSamplingParams.__qualname__}"
+            )
+        return sampling_as(ARSamplingParams, sampling, f"{self.family} samples with")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageTokenFacts(LanguageFacts):
+    """Facts about a language model that writes images as tokens. `vocab_size` is the size of the codebook."""
+
+    image_size: int
+    """Pixels along each side of an image."""
+    num_image_tokens: int
+    """Number of tokens of an image."""
+
+    def check(self, sampling: Sampling) -> None:
+        """Raises ValueError unless the size and the number of tokens are the model's own, and fit the context."""
+        params = self._params(sampling)
+        side, count = self.image_size, self.num_image_tokens
+        if (params.height, params.width) != (side, side):
+            raise ValueError(
+                f"sampling.height={params.height}, width={params.width}: {self.family} draws images of {side} x {side} "
+                f"pixels alone. Use sampling.height={side} sampling.width={side}, and leave data_source.sizes out"
+            )
+        if params.max_new_tokens != count:
+            raise ValueError(
+                f"sampling.max_new_tokens={params.max_new_tokens}: an image of {self.family} has {count} tokens. "
+                f"Use sampling.max_new_tokens={count}"
+            )
+        super().check(sampling)
+
+    def _params(self, sampling: Sampling) -> ImageTokenSamplingParams:
+        return sampling_as(ImageTokenSamplingParams, sampling, f"{self.family} samples with")
 
 
 @dataclass(frozen=True)

@@ -339,13 +339,67 @@ class ARSamplingParams:
         """Reports greedy decoding, which makes all responses to a prompt equal."""
         return self.density_problem(step)
 
-    def at_size(self, height: int, width: int) -> ARSamplingParams:
+    def at_size(self, height: int, width: int) -> Self:
         """Raises ValueError: a text has no size in pixels."""
         raise ValueError(
             f"data_source.sizes has {height} x {width} pixels, but the samples are texts. Write ~data_source.sizes"
         )
 
-    def for_evaluation(self, settings: EvaluationSettings) -> ARSamplingParams:
+    def for_evaluation(self, settings: EvaluationSettings) -> Self:
         """These settings with those of the `evaluation` block. `min_new_tokens` is at most `max_new_tokens`."""
         shortest = min(self.min_new_tokens, settings.get("max_new_tokens", self.max_new_tokens))
         return dataclasses.replace(self, **{"min_new_tokens": shortest, **settings})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageTokenSamplingParams(ARSamplingParams):
+    """Sampling settings of images that a language model writes token by token. An image has no end token.
+
+    Log-probs are those of the tempered distribution of the guided logits, before top_p and top_k.
+    """
+
+    max_new_tokens: int = 576
+    """Number of tokens of an image. Each model has one."""
+    height: int = 384
+    """Pixels. Each model has one size."""
+    width: int = 384
+    """Pixels. Each model has one size."""
+    guidance_scale: float = 1.0
+    """Classifier-free guidance w on logits: l = l_uncond + w (l_cond - l_uncond); 1 = off, with one forward pass."""
+
+    evaluation_keys: ClassVar[tuple[str, ...]] = ("guidance_scale", "temperature", "top_p", "top_k")
+    toy: ClassVar[Mapping[str, object]] = {
+        "max_new_tokens": 16,
+        "height": 32,
+        "width": 32,
+        "samples_per_prompt": 4,
+        "max_prompt_tokens": 512,
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("height", "width"):
+            _check_at_least(self, name, 1)
+        if not 0 <= self.guidance_scale < float("inf"):
+            raise ValueError(f"sampling.guidance_scale must be >= 0, got {self.guidance_scale:g}; 1 turns guidance off")
+        if self.stop or self.min_new_tokens:
+            key = "stop" if self.stop else "min_new_tokens"
+            raise ValueError(f"sampling.{key} must be left out: an image always has all of its tokens")
+
+    @property
+    def is_guided(self) -> bool:
+        """True if the logits combine a conditional and an unconditional branch."""
+        return self.guidance_scale != 1
+
+    @property
+    def rows_per_sample(self) -> int:
+        """2 with guidance, else 1."""
+        return 2 if self.is_guided else 1
+
+    def describe(self) -> str:
+        """For example `prompts of at most 1024 tokens, images of 576 tokens at 384 x 384`."""
+        prompts = f"prompts of at most {self.max_prompt_tokens} tokens"
+        return f"{prompts}, images of {self.max_new_tokens} tokens at {self.height} x {self.width}"
+
+    def at_size(self, height: int, width: int) -> Self:
+        return dataclasses.replace(self, height=height, width=width)

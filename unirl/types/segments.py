@@ -146,3 +146,27 @@ class TextSegment(Segment):
     def costs(self) -> Tensor | None:
         """[B] number of tokens per row."""
         return self.lengths
+
+
+@dataclass(kw_only=True, eq=False)
+class ImageTokenSegment(TextSegment):
+    """Images as sampled tokens: entries of a codebook, the same number in every row. Log-probs are of guided logits."""
+
+    guidance_scale: float = shared()  # w in l_uncond + w (l_cond - l_uncond); 1 = no unconditional branch
+
+    @property
+    def is_guided(self) -> bool:
+        """True if the logits combine a conditional and an unconditional branch."""
+        return self.guidance_scale != 1
+
+    def statistics(self) -> dict[str, float]:
+        """The number of sampled tokens. All images have the same length, and none is truncated."""
+        return {"samples/tokens": float(self.loss_mask.sum())}
+
+    def facts(self) -> list[Facts]:
+        """No facts: the number of tokens says nothing about an image."""
+        return [{}] * len(self)
+
+    def costs(self) -> Tensor | None:
+        """[B] number of tokens per row, those of the unconditional branch included."""
+        return self.lengths * (2 if self.is_guided else 1)

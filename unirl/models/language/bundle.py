@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor, nn
 
 from unirl.config.errors import NotFoundError
 from unirl.models.base import Bundle, components_to_load
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 Config = Mapping[str, Any]
 LM = "lm"
-"""The only component: the network with its output head."""
+"""The trained component: the network with its output head. Most models have no other."""
 LORA_TARGETS = tuple(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
 VOCABULARIES = ("tokenizer.json", "vocab.json")
 """A saved tokenizer has at least one of these files."""
@@ -64,6 +65,8 @@ class LanguageFamily:
     """Maps a tensor's name in the checkpoint files to its parameter name in the network."""
     reads_images: bool = False
     """True if prompts may contain images."""
+    left_out: tuple[str, ...] = ()
+    """Names of the parts of the network that its policy does not run, and is built without."""
 
     def network_class(self) -> type[PreTrainedModel]:
         """The class of transformers. It uses its own name to map older tensor names in files to current ones."""
@@ -73,11 +76,31 @@ class LanguageFamily:
         """`config` as an object of transformers."""
         return getattr(importlib.import_module("transformers"), self.config_class).from_dict(dict(config))
 
+    def policy_network(self, config: Config) -> TokenPolicy:
+        """The policy, without storage for its parameters. Computed buffers have storage and values."""
+        from accelerate import init_empty_weights
+
+        # mypy does not see that classes are hashable.
+        kind = policy_class(self.network_class(), self.policy)  # type: ignore[arg-type]
+        with init_empty_weights(include_buffers=False):
+            network = kind(self.configuration(config))
+        for name in self.left_out:
+            parent, _, own_name = name.rpartition(".")
+            delattr(network.get_submodule(parent), own_name)
+        return network
+
+    def weights_of_policy(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of the whole network that its policy has."""
+        prefixes = tuple(f"{name}." for name in self.left_out)
+        return {name: tensor for name, tensor in state.items() if not name.startswith(prefixes)}
+
 
 class LanguageBundle(Bundle):
     """A causal language model of the transformers library, trained as a `TokenPolicy`."""
 
     toy: ClassVar[Mapping[str, object]] = {"path": "toy", "dtype": "fp32"}
+    component_names: ClassVar[tuple[str, ...]] = (LM,)
+    """The names of all components."""
     families: ClassVar[Mapping[str, LanguageFamily]]
     """The supported architectures by `model_type`."""
     toys: ClassVar[Mapping[str, Config]]
@@ -104,26 +127,28 @@ class LanguageBundle(Bundle):
     ) -> None:
         """
         Args:
-            components: the components to load. A language model has only `lm`.
+            components: the components to load. None loads all.
             path: a hub id, a directory that transformers wrote, `toy` (tiny, random weights) or `quickstart` (a small
                 trained model that is part of this package).
             revision: branch, tag or commit of a hub id.
             dtype: the dtype in which the network computes.
             meta_init: leave the network without storage. The train backend then reads only the rows of its shards.
         """
-        components_to_load(components, (LM,), LM)
+        names = components_to_load(components, self.component_names, LM)
         self.path = path
         self.revision = revision
         self.config = self.config_of(path, revision)
         self.family = self.families[self.config["model_type"]]
-        facts, torch_dtype = language_facts(self.family, self.config, device), TORCH_DTYPES[dtype]
+        facts, torch_dtype = self._facts(self.config, device), TORCH_DTYPES[dtype]
         with quiet_libraries():
             network = self._empty(torch_dtype)
             if not meta_init:
-                network.load_state_dict(self._plain(torch_dtype).state_dict(), assign=True)
+                weights = self._plain(torch_dtype).state_dict()
+                network.load_state_dict(self.family.weights_of_policy(weights), assign=True)
                 network.tie_weights()
-            self.codec = self._load_codec(facts)
-        super().__init__({LM: network}, facts, dtype=torch_dtype, device=device)
+            self.codec = self._load_codec()
+            frozen = self._load_frozen(names)
+        super().__init__({LM: network, **frozen}, facts, dtype=torch_dtype, device=device)
 
     # Facts about a model that is not loaded
 
@@ -159,6 +184,10 @@ class LanguageBundle(Bundle):
     def facts_of(cls, path: str, revision: str | None = None, device: torch.device = CPU) -> LanguageFacts:
         """The facts of a model that is not loaded. They come from its configuration file."""
         config = cls._config_to_plan(path, revision)
+        return cls._facts(config, device)
+
+    @classmethod
+    def _facts(cls, config: Config, device: torch.device = CPU) -> LanguageFacts:
         return language_facts(cls.families[config["model_type"]], config, device)
 
     @classmethod
@@ -166,8 +195,9 @@ class LanguageBundle(Bundle):
         """The sizes of a model that is not loaded. A vision tower counts as part of the network."""
         config = cls._config_to_plan(path, revision)
         family = cls.families[config["model_type"]]
-        with quiet_libraries(), torch.device("meta"):
-            network = family.network_class()(family.configuration(config))
+        with quiet_libraries():
+            network = family.policy_network(config)
+            network.tie_weights()  # so that a shared weight counts once
         facts = cls.facts_of(path, revision)
         return ModelEstimate(
             facts=facts,
@@ -201,8 +231,7 @@ class LanguageBundle(Bundle):
         return other.saved()
 
     def read_adapter(self, path: str) -> AdapterLayers:
-        kind, config = self.family.network_class(), self.family.configuration(self.config)
-        return read_peft(adapter_file(path), lambda: kind(config))
+        return read_peft(adapter_file(path), lambda: self.family.policy_network(self.config))
 
     def untrained(self) -> PreTrainedModel:
         """Load a second network on the CPU, of the plain transformers class, with the checkpoint's weights."""
@@ -221,28 +250,27 @@ class LanguageBundle(Bundle):
         return network
 
     def _empty(self, dtype: torch.dtype) -> TokenPolicy:
-        """Build the policy without storage for its parameters. Computed buffers have storage and values."""
-        from accelerate import init_empty_weights
-
-        # mypy does not see that classes are hashable.
-        kind = policy_class(self.family.network_class(), self.family.policy)  # type: ignore[arg-type]
-        with init_empty_weights(include_buffers=False):
-            network = kind(self.family.configuration(self.config))
+        """Build the policy without storage for its parameters."""
+        network = self.family.policy_network(self.config)
         cast_module(network, dtype)
         network.tie_weights()
         return network
 
-    def _load_codec(self, facts: LanguageFacts) -> TextCodec:
+    def _load_frozen(self, names: Sequence[str]) -> Mapping[str, nn.Module]:
+        """The frozen components among `names`, such as the decoder of image tokens."""
+        return {}
+
+    def _load_codec(self) -> TextCodec:
         if self.path in self.toys:
             tokenizer, generation = type(self).toy_tokenizer(), {}
         else:
             root = self.directory_of(self.path, self.revision)
             tokenizer, file = load_tokenizer(root), root / "generation_config.json"
             generation = read_json(file) if file.is_file() else {}
-        highest = max(tokenizer.get_vocab().values())
-        if highest >= facts.vocab_size:
+        highest, size = max(tokenizer.get_vocab().values()), text_config(self.config)["vocab_size"]
+        if highest >= size:
             raise NotFoundError(
-                f"{self.path}: its tokenizer has token {highest}, and the network embeds {facts.vocab_size} tokens, so "
+                f"{self.path}: its tokenizer has token {highest}, and the network embeds {size} tokens, so "
                 "they belong to different checkpoints. Download both again"
             )
         return TextCodec(tokenizer, end_tokens(tokenizer, text_config(self.config), generation))

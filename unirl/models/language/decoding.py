@@ -29,9 +29,10 @@ from unirl.config.errors import DivergenceError
 from unirl.models.chunks import padded_rows, round_up
 from unirl.models.language.attention import KVCache, PrefillAttention, groups_by_length, width_of_all
 from unirl.models.language.chat import TextCodec
+from unirl.models.language.guidance import GuidedSampler
 from unirl.models.language.packing import first_row_with_same_prompt, pack_prompts, prompts_of
 from unirl.models.language.policy import NextTokenLogits
-from unirl.models.language.slots import CapturedStep, DecodeStep, Forward, SlotState, TokenSampler, read_tokens
+from unirl.models.language.slots import CapturedStep, DecodeStep, Forward, Sampler, SlotState, TokenSampler, read_tokens
 from unirl.models.language.tools import ToolBox
 from unirl.types.batch import bounds_of
 from unirl.types.conditions import Conditions
@@ -162,7 +163,7 @@ class LookAhead:
 
 @dataclass(eq=False)
 class Decoding:
-    """Samples one response per row of `conditions`, at most `num_slots` at a time."""
+    """Samples one response per row of `conditions`, at most `num_slots` samples at a time."""
 
     forward: Forward
     conditions: Conditions
@@ -176,20 +177,26 @@ class Decoding:
     """Forwards are padded to a multiple of this many tokens."""
     use_cuda_graphs: bool = False
     """Capture steps on an accelerator, except with tools, whose answers the host sends."""
+    guidance_scale: float = 1.0
+    """If it is not 1, the responses 2i and 2i + 1 are the conditional and the unconditional branch of one sample."""
 
     def __post_init__(self) -> None:
         self.params = self.builder.params
         self.prompts = prompts_of(self.conditions)
         self.device = self.prompts.tokens.device
         ends = torch.tensor(self.builder.codec.ends, dtype=torch.int64)
-        self.sampler = TokenSampler(self.params, self.uniforms, to_device(ends, self.device))
+        sampler = TokenSampler(self.params, self.uniforms, to_device(ends, self.device))
+        self.is_guided = self.guidance_scale != 1
+        self.sampler: Sampler = GuidedSampler(sampler, self.guidance_scale) if self.is_guided else sampler
         self.prompt_row = first_row_with_same_prompt(self.conditions)
         [next_position] = to_host([self.prompts.next_position])
         self.next_position: list[int] = next_position.tolist()
         self.prompt_lengths: list[int] = self.prompts.lengths.tolist()
         self.ahead = look_ahead(self.device, self.builder)
         self.waiting = deque(self.responses)
-        count = round_up(min(self.num_slots, len(self.responses)), self.multiple)
+        # The branches of a guided sample stay in adjacent slots: they come and go together, and all counts are even.
+        slots = 2 * self.num_slots if self.is_guided else self.num_slots
+        count = round_up(min(slots, len(self.responses)), self.multiple)
         self.cache = KVCache(count)
         if self.device.type != "cpu":  # addresses stay, and nothing is copied when responses grow
             self.cache.reserve(max(self.prompt_lengths) + self.params.max_new_tokens)
@@ -205,7 +212,8 @@ class Decoding:
             while self._admit_and_compact():
                 tokens = self._sample_ahead()
                 unfinished = len(self.waiting) + sum(map(bool, self.slots))
-                progress("sample", len(self.responses), len(self.responses) - unfinished)
+                branches = 2 if self.is_guided else 1
+                progress("sample", len(self.responses) // branches, (len(self.responses) - unfinished) // branches)
                 while len(self.unread) > self.ahead.unread:
                     self._record(self.unread.popleft())
                 if any(self.slots) and not self.captures:

@@ -42,6 +42,16 @@ class PackedTokens:
             images=self.images,
         )
 
+    def followed_by(self, other: PackedTokens) -> PackedTokens:
+        """These rows, then those of `other`. Neither may have images."""
+        assert self.images is None and other.images is None
+        return PackedTokens(
+            tokens=torch.cat([self.tokens, other.tokens]),
+            positions=torch.cat([self.positions, other.positions]),
+            lengths=[*self.lengths, *other.lengths],
+            images=None,
+        )
+
     def inputs(self, attention_fn: AttentionFn, output_fn: OutputFn) -> TokenInputs:
         """The input of a forward over these rows."""
         return TokenInputs(self.tokens, self.positions, attention_fn, output_fn, self.images)

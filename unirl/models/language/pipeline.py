@@ -1,8 +1,9 @@
-"""The pipeline of a language model, from prompts to decoded responses, and the export to transformers and peft."""
+"""The pipelines of language models, from prompts to decoded samples, and the export to transformers and peft."""
 
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Generic, TypeVar
@@ -22,7 +23,7 @@ from unirl.models.loading.adapter_files import Adapter, write_peft_adapter
 from unirl.models.loading.hub import quiet_libraries
 from unirl.sde.noise import NoiseSource
 from unirl.types.conditions import Conditions, PromptTokens
-from unirl.types.primitives import Texts
+from unirl.types.primitives import Decoded, Texts
 from unirl.types.protocols import Capabilities
 from unirl.types.rollout_req import RolloutReq, TrackSpec
 from unirl.types.rollout_resp import RolloutResp
@@ -33,37 +34,18 @@ CANARIES = tuple(text for text in CANARY_PROMPTS if text)
 BundleT = TypeVar("BundleT", bound=LanguageBundle, covariant=True)
 
 
-class TextPipeline(Generic[BundleT]):
-    """Generates texts from texts with one bundle. A response of only an end token is valid; its text is ""."""
+class TokenPipeline(ABC, Generic[BundleT]):
+    """Generates samples, token by token, from texts with one bundle, and exports the model to transformers and peft."""
 
-    capabilities: ClassVar[Capabilities] = Capabilities(modalities=("text",))
+    capabilities: ClassVar[Capabilities]
+    track: ClassVar[str]
+    """The name of the track in the requests that verify an export."""
     lora_formats: ClassVar[tuple[str, ...]] = ("peft",)
 
-    def __init__(
-        self,
-        bundle: BundleT,
-        *,
-        chat: bool = True,
-        system_instruction: str | None = None,
-        enable_thinking: bool = False,
-        tools: ToolBox | None = None,
-        use_cuda_graphs: bool = False,
-    ) -> None:
-        """
-        Args:
-            chat: render prompts with the chat template of the model; False passes them unchanged.
-            system_instruction: the system message of every chat.
-            enable_thinking: enable the thinking mode of chat templates that have one.
-            tools: tools that the model may call; a chat describes them in its system message.
-            use_cuda_graphs: on a GPU, capture each kind of decoding step as a CUDA graph, which is launched at once. It
-                has no effect on a CPU and with tools, and has not yet run on a GPU.
-        """
+    def __init__(self, bundle: BundleT, stage: ARStage) -> None:
         self.bundle = bundle
         self.facts = bundle.facts
-        self.stage = bundle.stage(tools, use_cuda_graphs)
-        messages = [system_instruction, tools.instruction if chat and tools is not None else None]
-        system = "\n\n".join(text for text in messages if text is not None) or None
-        self.format = ChatFormat(bundle.codec, chat, system, enable_thinking)
+        self.stage = stage
 
     def stage_of(self, track: str) -> ARStage:
         """The policy, by any name."""
@@ -75,27 +57,23 @@ class TextPipeline(Generic[BundleT]):
         conditions = self.encode(req, params)
         noise = NoiseSource(params.seed, req.purpose, req.step)
         segment = self.stage.sample(conditions, params, noise, req.sample_ids, chunk_size)
-        return response_of(req, conditions, segment, Texts(texts=self.decode(segment)))
+        return response_of(req, conditions, segment, self.decoded(segment, req.sample_ids))
 
+    @abstractmethod
     def encode(self, req: RolloutReq, params: ARSamplingParams) -> Conditions:
-        """The conditions of a request: `prompt`, and `images` for models that take images.
+        """The conditions of a request. Each distinct prompt is encoded once."""
 
-        Each distinct prompt is encoded once.
-        """
-        texts = req.prompts()
-        tokens = {text: self.bundle.codec.encode(self.format.text(text)) for text in dict.fromkeys(texts)}
-        for text, id in zip(texts, req.group_ids, strict=True):
-            check_prompt_length(len(tokens[text]), id, params)
-        return {"prompt": prompt_tokens([tokens[text] for text in texts]).to(self.bundle.device)}
+    @abstractmethod
+    def decoded(self, segment: TextSegment, sample_ids: Sequence[str]) -> Decoded:
+        """The samples that the tokens stand for."""
 
-    def decode(self, segment: TextSegment) -> list[str]:
-        """The texts of responses, without special tokens."""
-        rows = segment.tokens.cpu().split(segment.lengths.tolist())
-        return [self.bundle.codec.decode(row.tolist()) for row in rows]
-
+    @abstractmethod
     def canary_inputs(self) -> PromptTokens:
         """Fixed prompts, as tokens."""
-        return prompt_tokens([self.bundle.codec.encode(self.format.text(text)) for text in CANARIES])
+
+    @abstractmethod
+    def plain_logp(self, network: nn.Module, conditions: Conditions, segment: TextSegment) -> Tensor:
+        """[sum L] log-probs of recorded tokens by a model of transformers: one row at a time, without packing."""
 
     # Export to transformers and peft
 
@@ -128,7 +106,7 @@ class TextPipeline(Generic[BundleT]):
         with quiet_libraries(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft uses a deprecated name of transformers
             exported = PeftModel.from_pretrained(self.bundle.untrained(), str(folder))
-        return self._difference(exported, texts, params)
+        return self._difference(exported.get_base_model(), texts, params)
 
     def _difference(self, exported: nn.Module, texts: Sequence[str], params: ARSamplingParams) -> float:
         ids = [f"verify:{i}" for i in range(len(texts))]
@@ -137,15 +115,71 @@ class TextPipeline(Generic[BundleT]):
             group_ids=ids,
             primitives={"text": Texts(texts=list(texts))},
             metadata=[{} for _ in texts],
-            tracks={"text": TrackSpec(sampling=params)},
+            tracks={self.track: TrackSpec(sampling=params)},
             purpose="eval",
             step=0,
         )
         with torch.no_grad():
-            track = self.generate(req, len(texts)).tracks["text"].sampled_as(TextSegment)
+            track = self.generate(req, len(texts)).tracks[self.track].sampled_as(TextSegment)
             ours = self.stage.replay(track.conditions, track.segment).logp
-            theirs = transformers_logp(exported.eval().to(self.bundle.device), track.conditions, track.segment)
+            theirs = self.plain_logp(exported.eval().to(self.bundle.device), track.conditions, track.segment)
         return float((ours - theirs).abs().max())
+
+
+class TextPipeline(TokenPipeline[BundleT]):
+    """Generates texts from texts with one bundle. A response of only an end token is valid; its text is ""."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities(modalities=("text",))
+    track: ClassVar[str] = "text"
+
+    def __init__(
+        self,
+        bundle: BundleT,
+        *,
+        chat: bool = True,
+        system_instruction: str | None = None,
+        enable_thinking: bool = False,
+        tools: ToolBox | None = None,
+        use_cuda_graphs: bool = False,
+    ) -> None:
+        """
+        Args:
+            chat: render prompts with the chat template of the model; False passes them unchanged.
+            system_instruction: the system message of every chat.
+            enable_thinking: enable the thinking mode of chat templates that have one.
+            tools: tools that the model may call; a chat describes them in its system message.
+            use_cuda_graphs: on a GPU, capture each kind of decoding step as a CUDA graph, which is launched at once. It
+                has no effect on a CPU and with tools, and has not yet run on a GPU.
+        """
+        super().__init__(bundle, bundle.stage(tools, use_cuda_graphs))
+        messages = [system_instruction, tools.instruction if chat and tools is not None else None]
+        system = "\n\n".join(text for text in messages if text is not None) or None
+        self.format = ChatFormat(bundle.codec, chat, system, enable_thinking)
+
+    def encode(self, req: RolloutReq, params: ARSamplingParams) -> Conditions:
+        """The conditions of a request: `prompt`, and `images` for models that take images.
+
+        Each distinct prompt is encoded once.
+        """
+        texts = req.prompts()
+        tokens = {text: self.bundle.codec.encode(self.format.text(text)) for text in dict.fromkeys(texts)}
+        for text, id in zip(texts, req.group_ids, strict=True):
+            check_prompt_length(len(tokens[text]), id, params)
+        return {"prompt": prompt_tokens([tokens[text] for text in texts]).to(self.bundle.device)}
+
+    def decoded(self, segment: TextSegment, sample_ids: Sequence[str]) -> Texts:
+        return Texts(texts=self.decode(segment))
+
+    def decode(self, segment: TextSegment) -> list[str]:
+        """The texts of responses, without special tokens."""
+        rows = segment.tokens.cpu().split(segment.lengths.tolist())
+        return [self.bundle.codec.decode(row.tolist()) for row in rows]
+
+    def canary_inputs(self) -> PromptTokens:
+        return prompt_tokens([self.bundle.codec.encode(self.format.text(text)) for text in CANARIES])
+
+    def plain_logp(self, network: nn.Module, conditions: Conditions, segment: TextSegment) -> Tensor:
+        return transformers_logp(network, conditions, segment)
 
 
 def check_prompt_length(count: int, id: str, params: ARSamplingParams) -> None:

@@ -84,7 +84,8 @@ class NextTokenLogProbs:
 
     def __call__(self, lm_head: LMHead, hidden: Float[Tensor, "N D"]) -> Outputs:
         states = hidden[self.index]
-        size = round_up(max(LOGITS_AT_ONCE // self.vocab_size, 1), self.multiple)
+        logits_per_target = self.vocab_size * self.index.shape[1:].numel()
+        size = round_up(max(LOGITS_AT_ONCE // logits_per_target, 1), self.multiple)
         compute = self._log_probs if len(states) <= size else self._recomputed_log_probs
         parts = [compute(lm_head, s, t) for s, t in zip(states.split(size), self.targets.split(size), strict=True)]
         outputs = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
@@ -94,21 +95,28 @@ class NextTokenLogProbs:
         return checkpoint(self._log_probs, lm_head, states, targets, use_reentrant=False, preserve_rng_state=False)
 
     def _log_probs(self, lm_head: LMHead, states: Tensor, targets: Tensor) -> Outputs:
-        logps = tempered(lm_head(states), self.temperature)
+        logps = tempered(self._logits(lm_head, states), self.temperature)
         logp = logps.gather(1, targets[:, None])[:, 0]
         return {"logp": logp} | ({"entropy": -(logps.exp() * logps).sum(1)} if self.entropy else {})
+
+    def _logits(self, lm_head: LMHead, states: Tensor) -> Tensor:
+        return lm_head(states)
 
 
 def tempered(logits: Float[Tensor, "M V"], temperature: float) -> Float[Tensor, "M V"]:
     """[M, V] log-probs of logits / temperature, fp32 or wider. Temperature 0 (greedy decoding) is scored at 1."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return (wide / (temperature or 1.0)).log_softmax(-1)
+    return (widened(logits) / (temperature or 1.0)).log_softmax(-1)
+
+
+def widened(logits: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Logits in fp32, or as they are if their dtype is wider."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 class TokenPolicy(nn.Module):
     """The mixin that `policy_class` puts before a class of transformers.
 
-    Families may override `embeds` and `decoder`.
+    Families may override `embeds`, `decoder` and `head`.
     """
 
     config: Any  # transformers evaluates this annotation, so it must not name a class that is imported lazily
@@ -127,7 +135,7 @@ class TokenPolicy(nn.Module):
         states = self.decoder()(
             inputs_embeds=embeds, position_ids=positions, use_cache=False, attention_fn=inputs.attention_fn, **extra
         )
-        return inputs.output_fn(self.lm_head, states.last_hidden_state[0])
+        return inputs.output_fn(self.head(), states.last_hidden_state[0])
 
     def embeds(
         self, tokens: Int[Tensor, "N"], images: ImagePatches | None
@@ -138,6 +146,10 @@ class TokenPolicy(nn.Module):
     def decoder(self) -> PreTrainedModel:
         """The stack of layers: a module with `embed_tokens`, from embeddings to normed hidden states."""
         return self.get_submodule("model")
+
+    def head(self) -> LMHead:
+        """The module that computes logits from hidden states."""
+        return self.lm_head
 
 
 @cache

@@ -48,15 +48,8 @@ class SlotState:
         self.logits, self.counters = self.logits[slots], self.counters[:, slots]
 
 
-@dataclass(frozen=True, eq=False)
-class TokenSampler:
+class Sampler(Protocol):
     """Samples the next token of every slot."""
-
-    params: ARSamplingParams
-    uniforms: Float[Tensor, "B T"]
-    """The uniform number that selects each token of each row."""
-    ends: Int[Tensor, "E"]
-    """The tokens that end a response."""
 
     def __call__(
         self, state: SlotState, forbid_ends: bool = False, forced: Int[Tensor, "S"] | None = None
@@ -67,6 +60,22 @@ class TokenSampler:
             forbid_ends: whether any response may be shorter than `min_new_tokens`.
             forced: tokens to take in place of sampled ones; -1 = none.
         """
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSampler:
+    """Samples the next token of every slot from the logits of the slot."""
+
+    params: ARSamplingParams
+    uniforms: Float[Tensor, "B T"]
+    """The uniform number that selects each token of each row."""
+    ends: Int[Tensor, "E"]
+    """The tokens that end a response."""
+
+    def __call__(
+        self, state: SlotState, forbid_ends: bool = False, forced: Int[Tensor, "S"] | None = None
+    ) -> tuple[Int[Tensor, "S"], Float[Tensor, "S"]]:
+        """See `Sampler`."""
         counts = state.counters[COUNT]
         logps = tempered(state.logits, self.params.temperature)
         allowed = logps
@@ -111,7 +120,7 @@ class DecodeStep:
     """Samples a token of every slot and reads it. For equal arguments, it is the same graph on the same memory."""
 
     forward: Forward
-    sampler: TokenSampler
+    sampler: Sampler
     state: SlotState
     capacity: int
     """The capacity of the cache per slot."""

@@ -8,7 +8,7 @@ A family adds only a network (a `TokenPolicy`), which runs one forward over pack
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -20,7 +20,7 @@ from unirl.models.chunks import padded_rows
 from unirl.models.language.attention import PackedAttention
 from unirl.models.language.chat import TextCodec
 from unirl.models.language.decoding import Decoding, Response, ResponseBuilder
-from unirl.models.language.packing import pack_prompts, pack_responses
+from unirl.models.language.packing import PackedTokens, pack_prompts, pack_responses
 from unirl.models.language.policy import NextTokenLogits, NextTokenLogProbs, Outputs, TokenInputs
 from unirl.models.language.tools import ToolBox
 from unirl.models.value_head import TokenValueHead
@@ -115,15 +115,38 @@ class ARStage:
         most likely token; its log-prob is then that of temperature 1. Returns packed tokens and log-probs [sum L].
         """
         responses = [Response(row, id) for row, id in enumerate(ids)]
+        self._complete(responses, conditions, params, self._uniforms(params, noise, ids), slots)
+        return text_segment(responses, params).to(self._device())
+
+    def _uniforms(self, params: ARSamplingParams, noise: NoiseSource, ids: Sequence[str]) -> Tensor:
+        """[B, max_new_tokens] the uniform numbers that select the tokens of each row."""
+        return to_device(noise.uniform(ids, "tok", (params.max_new_tokens,)), self._device())
+
+    def _complete(
+        self,
+        responses: Sequence[Response],
+        conditions: Conditions,
+        params: ARSamplingParams,
+        uniforms: Tensor,
+        slots: int,
+        guidance_scale: float = 1.0,
+    ) -> None:
+        """Sample all tokens of `responses`. See `Decoding`."""
         builder = ResponseBuilder(self.codec, params, self.tools)
-        uniforms = to_device(noise.uniform(ids, "tok", (params.max_new_tokens,)), self._device())
-        conditions, multiple = self._to_device(conditions), self.facts.batch_multiple
         # Autocast keeps its copies of trained float32 weights until the outermost context ends, so each weight is cast
         # once in a rollout. The outer context is switched off: only forwards compute in the lower precision.
         with torch.autocast(self._device().type, enabled=False):
-            graphs = self.use_cuda_graphs
-            Decoding(self._forward, conditions, builder, uniforms, responses, slots, multiple, graphs).run()
-        return text_segment(responses, params).to(self._device())
+            Decoding(
+                self._forward,
+                self._to_device(conditions),
+                builder,
+                uniforms,
+                responses,
+                slots,
+                self.facts.batch_multiple,
+                self.use_cuda_graphs,
+                guidance_scale,
+            ).run()
 
     def replay(
         self,
@@ -138,10 +161,10 @@ class ARStage:
         Prompts and responses are packed to [N] tokens; `previous` [sum L] points to the token before each response
         token, whose hidden state gives that token's logits.
         """
-        packed, previous = pack_responses(self._to_device(conditions), segment)
+        packed, previous = self._pack(self._to_device(conditions), segment)
         multiple = self.facts.batch_multiple
         padded, rows = packed.padded(multiple), padded_rows(len(previous), multiple)
-        output_fn = NextTokenLogProbs(
+        output_fn = self._log_probs(segment)(
             index=take_rows(previous, rows),
             targets=take_rows(to_device(segment.tokens, previous.device), rows),
             temperature=segment.temperature,
@@ -157,6 +180,14 @@ class ARStage:
             assert self.value_head is not None, "a stack whose loss needs a value head provides it"
             token_values = self.value_head(outputs["hidden"] if values == "policy" else outputs["hidden"].detach())
         return TokenReplay(outputs["logp"], outputs.get("entropy"), token_values)
+
+    def _pack(self, conditions: Conditions, segment: TextSegment) -> tuple[PackedTokens, Tensor]:
+        """The rows of a replay, and for each token of `segment` the index [sum L, ...] of what gives its logits."""
+        return pack_responses(conditions, segment)
+
+    def _log_probs(self, segment: TextSegment) -> Callable[..., NextTokenLogProbs]:
+        """Builds the function that computes the outputs of a replay."""
+        return NextTokenLogProbs
 
     @torch.no_grad()
     def canary(self, inputs: PromptTokens) -> CanaryOutput:

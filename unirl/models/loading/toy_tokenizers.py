@@ -14,6 +14,13 @@ END_OF_TEXT, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 TEXT_SPECIALS = (END_OF_TEXT, START, END)
 QWEN_SPECIALS = (*TEXT_SPECIALS, "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 THINK = ("<think>", "</think>")
+JANUS_BOS, JANUS_EOS = "<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cend\u2581of\u2581sentence\uff5c>"
+JANUS_PAD = "<\uff5c\u2581pad\u2581\uff5c>"
+JANUS_IMAGE = {
+    "boi_token": "<begin_of_image>",
+    "eoi_token": "<end_of_image>",
+    "image_token": "<image_placeholder>",
+}
 
 # Chat templates, in Jinja.
 _TEXT_MESSAGES = (
@@ -93,6 +100,29 @@ def _qwen(specials: Sequence[str], further: Sequence[str], chat_template: str) -
     tokenizer.add_tokens(list(further))
     tokenizer.chat_template = chat_template
     return tokenizer
+
+
+def janus_tokenizer() -> PreTrainedTokenizerBase:
+    """A tokenizer of Janus with 264 tokens: one per byte, special token and role. It begins texts with bos."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    roles = ("<|User|>", "<|Assistant|>")
+    specials = (JANUS_BOS, JANUS_EOS, JANUS_PAD, *JANUS_IMAGE.values(), *roles)
+    pieces = {piece: i for i, piece in enumerate([*byte_letters(), *specials])}
+    tokenizer = Tokenizer(models.BPE(vocab=pieces, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    begins = processors.TemplateProcessing(f"{JANUS_BOS} $A", special_tokens=[(JANUS_BOS, pieces[JANUS_BOS])])
+    tokenizer.post_processor = begins
+    tokenizer.add_special_tokens(list(roles))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=JANUS_BOS,
+        eos_token=JANUS_EOS,
+        pad_token=JANUS_PAD,
+        extra_special_tokens=JANUS_IMAGE,
+    )
 
 
 def with_pieces(tokenizer: PreTrainedTokenizerBase, text: str, count: int) -> PreTrainedTokenizerBase:

@@ -110,6 +110,19 @@ class Replay:
     std: Tensor  # [S'] fp32
     velocity: Tensor  # [B, S', *latent] fp32
 
+    @classmethod
+    def of(cls, segment: LatentSegment, steps: Sequence[int], x: Tensor, v: Tensor) -> Replay:
+        """The replay of `steps` from x and v [S', B, *latent], the states before the steps and their velocities."""
+        levels = segment.sigmas.tolist()
+        gaussians = [segment.kernel.transition(x[s], v[s], levels[i], levels[i + 1]) for s, i in enumerate(steps)]
+        logp = [g.log_prob(segment.latents_at(i + 1).float()) for g, i in zip(gaussians, steps, strict=True)]
+        return cls(
+            logp=torch.stack(logp, 1),
+            mean=torch.stack([g.mean for g in gaussians], 1),
+            std=torch.stack([g.std for g in gaussians]).flatten(),
+            velocity=v.transpose(0, 1),
+        )
+
 
 class DiffusionStage:
     """Samples and replays with one denoiser. The bits of a row do not depend on the other rows of its batch."""
@@ -174,7 +187,7 @@ class DiffusionStage:
         feeds = self._feeds(conditions, rows, guidance)
         positions = stored_positions(sde_indices, params.num_inference_steps)
         host_levels = sigmas.tolist()
-        trajectory = _Trajectory(params, guidance, host_levels, positions)
+        trajectory = Trajectory(params, guidance, host_levels, positions)
         levels = to_device(sigmas, x_T.device)[:, None].expand(-1, len(rows))
         x = trajectory.store(0, take_rows(x_T, rows).float())
         names = [f"s{i}" for i in sde_indices]
@@ -210,7 +223,7 @@ class DiffusionStage:
         """A segment for samples x0 [B, *latent] that this policy did not generate. Only the last position is stored."""
         sigmas, _ = pinned_schedule(params)
         guidance = self.facts.guidance_of(params)
-        trajectory = _Trajectory(params, guidance, sigmas.tolist(), stored_positions((), params.num_inference_steps))
+        trajectory = Trajectory(params, guidance, sigmas.tolist(), stored_positions((), params.num_inference_steps))
         trajectory.store(params.num_inference_steps, x0)
         return trajectory.segment(len(x0), sigmas, (), noise)
 
@@ -233,14 +246,7 @@ class DiffusionStage:
         row_levels = [levels[steps[row // batch]] for row in self._rows(len(x))]
         v = self._padded_forward(x, sigma, guidance, feeds, self._network(row_levels))
         x, v = x.unflatten(0, (len(steps), batch)), v.unflatten(0, (len(steps), batch))
-        gaussians = [segment.kernel.transition(x[s], v[s], levels[i], levels[i + 1]) for s, i in enumerate(steps)]
-        logp = [g.log_prob(segment.latents_at(i + 1).float()) for g, i in zip(gaussians, steps, strict=True)]
-        return Replay(
-            logp=torch.stack(logp, 1),
-            mean=torch.stack([g.mean for g in gaussians], 1),
-            std=torch.stack([g.std for g in gaussians]).flatten(),
-            velocity=v.transpose(0, 1),
-        )
+        return Replay.of(segment, steps, x, v)
 
     def values(self, conditions: Conditions, segment: LatentSegment, steps: Sequence[int]) -> Float[Tensor, "B S"]:
         """Values [B, S'] fp32 of the states before `steps`, in one forward of the value head."""
@@ -310,7 +316,7 @@ def pinned_schedule(params: DiffusionSamplingParams) -> tuple[Float[Tensor, "T1"
     return torch.tensor(params.sigmas, dtype=torch.float32), tuple(params.sde_indices)
 
 
-class _Trajectory:
+class Trajectory:
     """One sampling run: takes steps, stores latents and log-probs, and keeps the history for multistep solvers."""
 
     def __init__(

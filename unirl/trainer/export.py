@@ -7,16 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unirl.config.build import build
 from unirl.config.errors import CheckpointError, InvalidValueError
-from unirl.models.denoising.bundle import DiffusersBundle
-from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline
-from unirl.models.language.bundle import LanguageBundle
-from unirl.models.language.pipeline import TextPipeline
 from unirl.models.loading.adapter_files import Adapter, write_peft_adapter
 from unirl.plan.threads import in_use, threads_of
 from unirl.train.backend.base import TrainBackend
@@ -25,10 +22,44 @@ from unirl.train.configs import LoraConfig
 from unirl.trainer.model_card import write_card
 from unirl.trainer.run_folder import SavedRun, check_folder, check_weights
 from unirl.types.device import accelerator
+from unirl.types.facts import ModelFacts
 from unirl.types.sampling import Sampling
 
-ExportablePipeline = DiffusersPipeline[DiffusersBundle] | TextPipeline[LanguageBundle]
-"""The pipelines of models that have a home library."""
+
+class ExportableBundle(Protocol):
+    """A bundle whose trained module can be built a second time."""
+
+    path: str
+    dtype: torch.dtype
+
+    @property
+    def facts(self) -> ModelFacts: ...
+
+    def untrained(self) -> nn.Module:
+        """A second copy of the trained module on the CPU, with the checkpoint's own weights."""
+
+
+class ExportablePipeline(Protocol):
+    """A pipeline that writes its model as files of a home library, and compares what that library makes of them."""
+
+    lora_formats: ClassVar[tuple[str, ...]]
+    """The formats of adapters; the first one is that of `write_lora`."""
+
+    @property
+    def bundle(self) -> ExportableBundle: ...
+
+    def write_lora(self, folder: Path, adapter: Adapter) -> Path:
+        """Write an adapter."""
+
+    def write_model(self, tensors: Mapping[str, Tensor], folder: Path) -> Path:
+        """Write the whole model, with `tensors` in place of its own."""
+
+    def verify_lora(self, folder: Path, texts: Sequence[str], params: Any) -> float:
+        """Largest difference between our samples and those of the home library with the adapter."""
+
+    def verify_model(self, folder: Path, texts: Sequence[str], params: Any) -> float:
+        """Largest difference between our samples and those of the home library with the model."""
+
 
 EXPORTS = ("diffusers-lora", "peft", "full")
 """The formats, each of which is written into a folder of its name. Language models do not have `diffusers-lora`."""

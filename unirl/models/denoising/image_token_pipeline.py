@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -89,7 +90,7 @@ class ImageTokenPipeline(LatentPipeline[BundleT]):
         return {**conditions, TOKENS: LatentCondition(latents=latents)}
 
     def write_model(self, tensors: Mapping[str, Tensor], folder: Path) -> Path:
-        """Write the model as its checkpoints are, with `tensors` in place of its own; the VAE in the layout of diffusers."""
+        """Write the model as its checkpoints are, with `tensors` in place of its own, and the VAE for diffusers."""
         from huggingface_hub import save_torch_state_dict
 
         network = self.bundle.untrained()
@@ -117,7 +118,8 @@ class ImageTokenPipeline(LatentPipeline[BundleT]):
         """The same for the untrained network with the adapter in `folder`, which peft loads and merges."""
         from peft import PeftModel
 
-        with quiet_libraries():
+        with quiet_libraries(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft uses a deprecated name of transformers
             adapted = PeftModel.from_pretrained(self.bundle.untrained(), str(folder)).merge_and_unload()
         return self._difference(adapted, texts, params)
 

@@ -115,15 +115,17 @@ class ImageTokenDenoiser:
         self.norm_tokens = norm_tokens
 
     def velocity(self, x: Tensor, sigma: Tensor, conditions: Conditions) -> Tensor:
-        """v [B, C, H, W] fp32 at x [B, C, H, W] and sigma [B], given the finished image in the condition `tokens`."""
-        return self.velocities(x[:, None], sigma[:, None], conditions)[:, 0]
+        """v [B S, C, H, W] fp32 at S states of each row, x [B S, C, H, W] and sigma [B S], in one forward.
 
-    def velocities(self, x: Tensor, sigma: Tensor, conditions: Conditions) -> Tensor:
-        """v [B, S, C, H, W] fp32 at S states x [B, S, C, H, W] of each row with sigma [B, S], in one forward."""
-        flow = Flow(self.tokens(x.flatten(0, 1)).unflatten(0, x.shape[:2]), sigma)
-        reading = self.reading_of(prompts_of(conditions), finished_of(conditions))
+        Args:
+            conditions: of the B rows: prompts, and finished images in the condition `tokens`.
+        """
+        finished = finished_of(conditions)
+        states = (len(finished), len(x) // len(finished))
+        flow = Flow(self.tokens(x).unflatten(0, states), sigma.unflatten(0, states))
+        reading = self.reading_of(prompts_of(conditions), finished)
         v: Tensor = self.network(ImageTokenInputs(reading=reading, flow=flow))["velocity"]
-        return self.latents(v.flatten(0, 1), x.shape).unflatten(0, x.shape[:2])
+        return self.latents(v.flatten(0, 1), x.shape)
 
     def token_velocity(self, x: Tensor, sigma: Tensor, conditions: Conditions) -> Tensor:
         """v [B, 1, 1, d] fp32 of one token of each row at x [B, 1, 1, d] and sigma [B], given its hidden state."""
@@ -331,10 +333,12 @@ class ImageTokenStage(DiffusionStage):
 
     def replay(self, conditions: Conditions, segment: LatentSegment, steps: Sequence[int]) -> Replay:
         """See `DiffusionStage.replay`. The backbone reads each row once, whatever the number of steps."""
-        x = torch.stack([segment.latents_at(step) for step in steps], dim=1).float()
-        sigma = to_device(segment.sigmas[list(steps)], x.device).expand(len(segment), -1)
-        feeds = self._feeds(conditions, self._rows(len(segment)), segment.guidance)
-        v = self._padded_forward(x, sigma, segment.guidance, feeds, self.denoiser.velocities)
+        rows, guidance = self._rows(len(segment)), segment.guidance
+        x = torch.stack([segment.latents_at(step) for step in steps], dim=1).float()  # [B, S', C, H, W]
+        states = take_rows(x, rows).flatten(0, 1)
+        sigma = to_device(segment.sigmas[list(steps)], x.device).repeat(len(rows))
+        v = self._forward(states, sigma, guidance, self._feeds(conditions, rows, guidance), self.denoiser.velocity)
+        v = v.unflatten(0, (len(rows), len(steps)))[: len(segment)]
         return Replay.of(segment, steps, x.transpose(0, 1), v.transpose(0, 1))
 
     def _denoise(

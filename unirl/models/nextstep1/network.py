@@ -1,9 +1,10 @@
 """The network of NextStep-1: a Qwen2 decoder, two projectors, and a flow-matching head.
 
-    text ids --embed_tokens-------------\\
-                                         layers, norm --+ position--> image_out_projector --> h_l
-    finished tokens --image_in_projector/
-    x_l, time, h_l --image_head--> velocity from noise to data
+    text tokens ------embed_tokens--------+
+                                          +--> layers, norm --> image_out_projector --> hidden state of the next token
+    finished tokens --image_in_projector--+
+
+    noised token, time, hidden state --image_head--> velocity from noise to data
 
 NextStep Team 2025 (arXiv:2508.10711). Parameters have the published names.
 """

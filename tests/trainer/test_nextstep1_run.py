@@ -15,7 +15,7 @@ from unirl.config.load import load
 from unirl.plan.preflight import preflight
 from unirl.trainer.assemble import build_trainer
 from unirl.trainer.export import export_checkpoint
-from unirl.trainer.run_folder import SavedRun
+from unirl.trainer.run_folder import saved_run
 
 RECIPE = "unified_model/nextstep_1_grpo"
 COMMON = ("scale=toy", "num_rollouts=2", "evaluation.eval_steps=0", "tracking.sample_steps=0")
@@ -51,7 +51,7 @@ def test_a_stopped_run_continues_bit_for_bit(lora: bool, tmp_path: Path) -> None
 @pytest.mark.parametrize("formats", [("peft",), ("full",)])
 def test_the_exports_of_a_run_are_verified(formats: tuple[str, ...], tmp_path: Path) -> None:
     run(tmp_path)
-    [file] = export_checkpoint(SavedRun.open(tmp_path), ["a red circle", "x"], formats)
+    [file] = export_checkpoint(saved_run(tmp_path), ["a red circle", "x"], formats)
     assert file.difference is not None and file.difference < 1e-4
 
 

@@ -25,7 +25,7 @@ from unirl.models.loading.adapter_sources import (
 )
 from unirl.models.loading.checkpoint import TOY, VAE, DiffusersFamily
 from unirl.models.loading.dtypes import cast_module, dtype_in
-from unirl.models.loading.estimate import ModelEstimate
+from unirl.models.loading.estimate import DecodingCost, ModelEstimate
 from unirl.models.loading.hub import components as components_of
 from unirl.models.loading.hub import quiet_libraries
 from unirl.models.loading.lora import adapted_layers
@@ -231,6 +231,20 @@ class DiffusersBundle(DiffusionBundle):
     def estimate(cls, path: str, revision: str | None = None) -> ModelEstimate:
         """Parameter counts of a model that is not loaded."""
         return cls.family.estimate(path, revision)
+
+    @classmethod
+    def decoding(
+        cls,
+        path: str,
+        sampling: DiffusionSamplingParams,
+        revision: str | None = None,
+        *,
+        vae_dtype: VaeDtype,
+        dtype: DtypeName,
+        tiled: bool,
+    ) -> DecodingCost:
+        """The cost of decoding one sample of a model that is not loaded, in tiles or whole."""
+        return cls.family.decoding(path, sampling, revision, cls.family.vae_dtype(vae_dtype, dtype), tiled)
 
     # Weights
 

@@ -111,8 +111,14 @@ class Replay:
     velocity: Tensor  # [B, S', *latent] fp32
 
     @classmethod
-    def of(cls, segment: LatentSegment, steps: Sequence[int], x: Tensor, v: Tensor) -> Replay:
-        """The replay of `steps` from x and v [S', B, *latent], the states before the steps and their velocities."""
+    def of(
+        cls,
+        segment: LatentSegment,
+        steps: Sequence[int],
+        x: Float[Tensor, "S B *latent"],
+        v: Float[Tensor, "S B *latent"],
+    ) -> Replay:
+        """The replay of `steps` from x and v [S, B, *latent], the states before the steps and their velocities."""
         levels = segment.sigmas.tolist()
         gaussians = [segment.kernel.transition(x[s], v[s], levels[i], levels[i + 1]) for s, i in enumerate(steps)]
         logp = [g.log_prob(segment.latents_at(i + 1).float()) for g, i in zip(gaussians, steps, strict=True)]
@@ -332,7 +338,9 @@ class Trajectory:
         self.latents: list[Tensor] = []
         self.logp: list[Tensor] = []
 
-    def stochastic(self, i: int, x: Tensor, v: Tensor, noise: Tensor) -> Tensor:
+    def stochastic(
+        self, i: int, x: Float[Tensor, "B *latent"], v: Float[Tensor, "B *latent"], noise: Float[Tensor, "B *latent"]
+    ) -> Float[Tensor, "B *latent"]:
         """x_{i+1} [B, *latent], sampled from the kernel's Gaussian; stores its log-prob."""
         step = self.params.kernel.transition(x, v, self.sigmas[i], self.sigmas[i + 1])
         x_next = self.store(i + 1, step.sample(noise))
@@ -341,7 +349,9 @@ class Trajectory:
         self.previous = None  # a stochastic step invalidates the history of a multistep solver
         return x_next
 
-    def deterministic(self, i: int, x: Tensor, v: Tensor) -> Tensor:
+    def deterministic(
+        self, i: int, x: Float[Tensor, "B *latent"], v: Float[Tensor, "B *latent"]
+    ) -> Float[Tensor, "B *latent"]:
         """x_{i+1} [B, *latent], the mean of the solver's step."""
         sigma = self.sigmas[i]
         x_next = self.solver.transition(x, v, sigma, self.sigmas[i + 1], self.previous).mean
@@ -349,7 +359,7 @@ class Trajectory:
             self.previous = Previous(sigma, predicted_x0(x, v, sigma))
         return self.store(i + 1, x_next)
 
-    def store(self, position: int, x: Tensor) -> Tensor:
+    def store(self, position: int, x: Float[Tensor, "B *latent"]) -> Float[Tensor, "B *latent"]:
         """`x` in fp32, stored and rounded to the trajectory dtype if `position` is one of the stored ones."""
         if position not in self.positions:
             return x
@@ -359,7 +369,7 @@ class Trajectory:
     def segment(
         self,
         count: int,
-        sigmas: Tensor,
+        sigmas: Float[Tensor, "T1"],
         sde_indices: tuple[int, ...],
         noise: NoiseSource,
         skipped_share: float | None = None,

@@ -26,10 +26,10 @@ from unirl.models.denoising.image_token_pipeline import Config, ImageTokenBundle
 from unirl.models.language.bundle import load_tokenizer
 from unirl.models.language.packing import prompt_tokens
 from unirl.models.loading.adapter_sources import AdapterLayers, adapter_file, read_peft
-from unirl.models.loading.checkpoint import VAE, read_entries
+from unirl.models.loading.checkpoint import VAE, read_entries, vae_cost
 from unirl.models.loading.completeness import check_tensors, loading_info
 from unirl.models.loading.dtypes import cast_module
-from unirl.models.loading.estimate import ModelEstimate, buffers_of, linears_of, parameters_of
+from unirl.models.loading.estimate import DecodingCost, ModelEstimate, buffers_of, linears_of, parameters_of
 from unirl.models.loading.hub import language_directory, quiet_libraries, read_json
 from unirl.models.loading.kl_vae import build_kl_vae, kl_vae_config, load_kl_vae, random_kl_vae
 from unirl.models.loading.saved_weights import LANGUAGE_WEIGHTS, ModuleWeights, SafetensorsWeights, SavedWeights
@@ -137,7 +137,7 @@ class NextStepBundle(ImageTokenBundle):
         with quiet_libraries():
             modules: dict[str, nn.Module] = {LM: self._network(self.root, meta_init)}
             if VAE in components_to_load(components, (LM, VAE), LM):
-                modules[VAE] = self._vae(torch.float32 if vae_dtype == "auto" else TORCH_DTYPES[vae_dtype])
+                modules[VAE] = self._vae(vae_torch_dtype(vae_dtype))
             self.tokenizer = self._tokenizer()
         known = facts(self.config, self.vae_config, batch_multiple(device))
         super().__init__(modules, known, dtype=self.dtype, device=device)
@@ -165,6 +165,23 @@ class NextStepBundle(ImageTokenBundle):
             num_blocks=config["num_hidden_layers"],
             width=config["hidden_size"],
         )
+
+    @classmethod
+    def decoding(
+        cls,
+        path: str,
+        sampling: DiffusionSamplingParams,
+        revision: str | None = None,
+        *,
+        vae_dtype: VaeDtype,
+        dtype: DtypeName,
+        tiled: bool,
+    ) -> DecodingCost:
+        """The cost of decoding one sample of a model that is not loaded, in tiles or whole."""
+        config, vae = cls._configs_to_plan(path, revision)
+        with torch.device("meta"):
+            decoder = build_kl_vae(vae)
+        return vae_cost(decoder, facts(config, vae, 1).latent_shape(sampling), vae_torch_dtype(vae_dtype), tiled)
 
     @classmethod
     def _configs_to_plan(cls, path: str, revision: str | None) -> tuple[Config, Config]:
@@ -283,6 +300,11 @@ def build_network(config: Config) -> Qwen2Model:
     from transformers import Qwen2Config
 
     return network_class()(Qwen2Config.from_dict(dict(config)))
+
+
+def vae_torch_dtype(choice: VaeDtype) -> torch.dtype:
+    """The dtype in which the VAE computes."""
+    return torch.float32 if choice == "auto" else TORCH_DTYPES[choice]
 
 
 def toy_tokenizer() -> PreTrainedTokenizerBase:

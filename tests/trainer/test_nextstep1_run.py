@@ -53,6 +53,8 @@ def test_the_exports_of_a_run_are_verified(formats: tuple[str, ...], tmp_path: P
     run(tmp_path)
     [file] = export_checkpoint(saved_run(tmp_path), ["a red circle", "x"], formats)
     assert file.difference is not None and file.difference < 1e-4
+    card = (tmp_path / "export" / "checkpoint-000002" / formats[0] / "README.md").read_text()
+    assert ("library_name: unirl" in card and "`bundle.path`" in card) == (formats == ("full",))
 
 
 @pytest.mark.slow

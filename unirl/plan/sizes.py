@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 
@@ -16,7 +16,7 @@ from unirl.config.build import build
 from unirl.config.device_sets import DeviceSet
 from unirl.config.node import Node, nodes_below
 from unirl.config.recipe import RecipeConfig
-from unirl.models.loading.checkpoint import TOY, DiffusersFamily
+from unirl.models.loading.checkpoint import TOY
 from unirl.models.loading.estimate import DecodingCost, Lengths, ModelEstimate, forward_flops
 from unirl.plan.compatibility import KEPT_BY
 from unirl.plan.cost import MASTER_BYTES, Network, Reward, Settings, Sizes, Stored
@@ -27,7 +27,7 @@ from unirl.plan.preflight import Estimated, needs_of, sizes_of
 from unirl.plan.residency import PHASES, resident
 from unirl.reward.base import RewardScorer, ScorerCost
 from unirl.types.facts import LanguageFacts, LatentFacts
-from unirl.types.protocols import REFERENCE, Needs
+from unirl.types.protocols import REFERENCE, DtypeName, Needs, VaeDtype
 from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams, ImageTokenSamplingParams, Sampling
 from unirl.types.segments import LatentSegment, stored_positions
 
@@ -36,9 +36,20 @@ DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 @runtime_checkable
 class Decodes(Protocol):
-    """A bundle class whose samples the VAE of its family decodes."""
+    """A bundle class that can say the cost of decoding a sample without loading a model."""
 
-    family: ClassVar[DiffusersFamily]
+    @staticmethod
+    def decoding(
+        path: str,
+        sampling: DiffusionSamplingParams,
+        revision: str | None,
+        *,
+        vae_dtype: VaeDtype,
+        dtype: DtypeName,
+        tiled: bool,
+    ) -> DecodingCost:
+        """The cost of decoding one sample, in tiles or whole."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -240,8 +251,7 @@ def decoding_of(config: RecipeConfig, sampling: Sampling, tiled: bool) -> Decodi
     if not isinstance(owner, Decodes) or not isinstance(sampling, DiffusionSamplingParams) or path is None:
         return DecodingCost()
     vae_dtype, dtype = (cast(Any, config.bundle.require(name, str)) for name in ("vae_dtype", "dtype"))  # checked words
-    family = owner.family
-    return family.decoding(path, sampling, config.model_revision, family.vae_dtype(vae_dtype, dtype), tiled)
+    return owner.decoding(path, sampling, config.model_revision, vae_dtype=vae_dtype, dtype=dtype, tiled=tiled)
 
 
 def _stored(estimate: ModelEstimate, sampling: Sampling, guided: bool) -> Stored:

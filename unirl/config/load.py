@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from omegaconf import OmegaConf
 
@@ -23,6 +22,7 @@ from unirl.config.schema import Schema, schema_of
 from unirl.config.targets import check_plugins, find_target
 from unirl.config.toy import toy_layer
 from unirl.config.values import ReadContext, read
+from unirl.types.credit import CreditName
 
 ELSEWHERE = 0.8
 """Smallest similarity at which a key of another block is suggested for an unknown key."""
@@ -40,8 +40,8 @@ class Recipe:
 
     engine: Node | None = None
     """The engine that composes those of several policies. None for a recipe of one policy."""
-    credit: Literal["mean", "max", "sum"] = "mean"
-    """The reward of a row of a parent track, from the rewards of its children."""
+    credit: CreditName = "mean"
+    """The rule of credit between a parent track and its children."""
     trained: tuple[str, ...] = ("",)
     """The policies that are updated."""
 

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from unirl.config.node import Node
+from unirl.types.credit import CreditName
 
 Where = str | int | tuple[int, ...]
 """Devices of a role: `0-3`, `0,2`, `3`, `[0, 2]`, `all`, `in train`, `in rollout`, `cpu`, `cpu x2`."""
@@ -343,8 +344,8 @@ class EnhancerConfig(RunSettings):
     """The engine that composes those of the policies: how a response becomes a prompt."""
     trainer: Node = field(metadata={"target": "unirl.trainer.pe.PETrainer"})
     """The trainer of the domain."""
-    credit: Literal["mean", "max", "sum"] = "mean"
-    """The reward of a rewrite, from the rewards of its samples."""
+    credit: CreditName = "mean"
+    """The rule of credit: the reward of a rewrite from those of its samples, and which samples are trained."""
     trained: tuple[Literal["ar", "diffusion"], ...] = ("ar", "diffusion")
     """The policies that are updated; the other one samples with the weights that it has."""
 

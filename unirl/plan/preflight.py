@@ -37,6 +37,7 @@ from unirl.config.schema import dotted_name
 from unirl.models.base import Bundle
 from unirl.models.loading.estimate import ModelEstimate
 from unirl.plan.compatibility import KEPT_BY, check_compatibility, reads_snapshot
+from unirl.plan.credit import check_credit
 from unirl.plan.geometry import Geometry, check_geometry, geometry_of
 from unirl.plan.layout import check_layout, layout_notices
 from unirl.plan.placement import PlacementPlan, plan_of
@@ -119,6 +120,7 @@ def preflight(recipe: Recipe) -> Preflight:
             check_sampling(policy, needs)
             texts += [said_of_policy(text, name) for text in policy_notices(policy, plan, geometry, needs)]
     check_tracks(recipe)
+    check_credit(recipe, trainer_class(config).track, trainer_class(config).parents)
     check_evaluation(recipe)
     check_data(config)
     texts += environment_notices(recipe)

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 from unirl.algorithms.base import StageAlgorithm
+from unirl.algorithms.shared.advantages import GroupAdvantage
 from unirl.config.build import build
 from unirl.config.device_sets import DeviceSet
 from unirl.config.failures import Session, failure_of
@@ -61,9 +62,11 @@ from unirl.trainer.residency import Phases, Residency, Roles
 from unirl.trainer.resume import check_resumable, continued, resume_point
 from unirl.trainer.run_folder import continuation, open_tracker, run_root
 from unirl.trainer.run_state import RunState, environment, recorded_threads, saved_choices
+from unirl.types.credit import CREDIT_RULES
 from unirl.types.device import DeviceKind
 from unirl.types.progress import Heartbeat, reporting_to
 from unirl.types.protocols import DataSource, Stateful
+from unirl.types.rollout_resp import AdvantageEstimator
 
 RoleT = TypeVar("RoleT")
 
@@ -187,7 +190,7 @@ def assemble(
     """
     config = recipe.config
     domain = trainer_class(config)
-    advantage = build(config.advantage)
+    advantage = estimator_of(recipe)
     on_failure = config.reward.get("on_failure", Node)
     # A reward of a class other than ours stops at the first sample that cannot be scored.
     drops = DropBudget(STRICT if on_failure is None else build(on_failure))
@@ -240,6 +243,15 @@ def assemble(
         credit_rule=recipe.credit,
     )
     return trainer
+
+
+def estimator_of(recipe: Recipe) -> AdvantageEstimator:
+    """The estimator of advantages, with the baseline that the rule of credit sets."""
+    estimator: AdvantageEstimator = build(recipe.config.advantage)
+    if not CREDIT_RULES[recipe.credit].leave_one_out:
+        return estimator
+    assert isinstance(estimator, GroupAdvantage), "preflight refuses another estimator with this rule"
+    return estimator.leaving_one_out()
 
 
 def engine_of(recipe: Recipe, learners: Mapping[str, Learner], phases: Phases) -> RolloutEngine:

@@ -174,6 +174,12 @@ def reward_metrics(track: RolloutTrack) -> dict[str, float]:
     return metrics
 
 
+def selection_metrics(scored: RolloutTrack, trained: RolloutTrack) -> dict[str, float]:
+    """The share of the scored rows of a track that are trained."""
+    num_scored = int((scored.weight > 0).sum())
+    return {"rollout/selected_ratio": int((trained.weight > 0).sum()) / max(num_scored, 1)}
+
+
 def _spread(name: str, scores: Tensor) -> dict[str, float]:
     scores = scores.double()
     return {f"reward/{name}_mean": float(scores.mean()), f"reward/{name}_std": float(scores.std(correction=0))}

@@ -1,0 +1,86 @@
+"""Whether the credit of a recipe of several tracks works: a reward reaches every track, and the rule of credit fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from unirl.algorithms.base import StageAlgorithm
+from unirl.algorithms.shared.advantages import SIBLING_BASELINE, GroupAdvantage
+from unirl.config.build import build
+from unirl.config.errors import IncompatibleError
+from unirl.config.load import Recipe
+from unirl.types.credit import CREDIT_RULES
+
+
+def check_credit(recipe: Recipe, scored: str, parents: Mapping[str, str]) -> None:
+    """Checks the tracks and the rule of credit of a recipe of several policies.
+
+    Args:
+        scored: the track whose samples the reward scores.
+        parents: track to parent track.
+
+    Raises:
+        IncompatibleError: 2020.
+    """
+    if len(recipe.policies) == 1:
+        return
+    _check_reached(recipe, scored, parents)
+    rule = CREDIT_RULES[recipe.credit]
+    if rule.best_only:
+        _check_losses_of_best(recipe, parents)
+    if rule.leave_one_out:
+        _check_estimator(recipe)
+
+
+def _check_reached(recipe: Recipe, scored: str, parents: Mapping[str, str]) -> None:
+    """Rewards travel up from the scored track, and advantages down: other tracks would learn from nothing."""
+    trainer = recipe.config.trainer.class_name
+    if scored not in recipe.policies:
+        raise IncompatibleError(
+            f"trainer: {trainer} scores the track '{scored}', and the tracks of this recipe are "
+            f"{' and '.join(recipe.policies)}. Leave the trainer block out, or set `track` of the class to one of them"
+        )
+    above = set(_ancestors(scored, parents))
+    for track in recipe.policies:
+        if track != scored and track not in above and scored not in _ancestors(track, parents):
+            raise IncompatibleError(
+                f"no reward reaches the track '{track}': {trainer} scores '{scored}', and neither of the two is below "
+                f"the other (parents: {dict(parents)}). Leave the trainer block out, or name the parents of all tracks "
+                "in `parents` of the class"
+            )
+
+
+def _ancestors(track: str, parents: Mapping[str, str]) -> list[str]:
+    """The parent of a track, its parent, and so on."""
+    above: list[str] = []
+    while track in parents and parents[track] not in above:
+        track = parents[track]
+        above.append(track)
+    return above
+
+
+def _check_losses_of_best(recipe: Recipe, parents: Mapping[str, str]) -> None:
+    for name in [name for name in recipe.policies if name in parents]:
+        algorithm: StageAlgorithm[object] = build(recipe.policies[name].algorithm)
+        if algorithm.needs.pairs:
+            raise IncompatibleError(
+                f"credit={recipe.credit} trains one sample of each group of track '{name}', and {name}.algorithm "
+                f"({recipe.policies[name].algorithm.class_name}) trains pairs of a better and a worse one. Write "
+                "credit=max, which gives a rewrite the same reward"
+            )
+
+
+def _check_estimator(recipe: Recipe) -> None:
+    advantage = recipe.config.advantage
+    if not issubclass(advantage.schema.owner, GroupAdvantage):
+        raise IncompatibleError(
+            f"credit={recipe.credit} compares every sample with its siblings, and {advantage.class_name} has another "
+            "baseline. Write ~advantage, or credit=mean"
+        )
+    for key, value in SIBLING_BASELINE.items():
+        written = advantage.values[key]
+        if key in advantage.written and written != value:
+            raise IncompatibleError(
+                f"credit={recipe.credit} takes a reward minus the mean of its siblings', without a divisor or a bound, "
+                f"so advantage.{key}={written} would have no effect. Write ~advantage.{key}, or credit=mean"
+            )

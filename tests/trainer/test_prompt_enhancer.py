@@ -19,6 +19,7 @@ from unirl.config.errors import IncompatibleError, MemoryShortageError, Preempte
 from unirl.config.load import load
 from unirl.config.recipe import keys_of_policy, said_of_policy
 from unirl.config.schema import dotted_name
+from unirl.models.sd3.family import SD3Bundle
 from unirl.plan.placement import plan_of
 from unirl.plan.preflight import preflight
 from unirl.plan.sizes import RecipeSizes
@@ -128,6 +129,22 @@ def test_an_empty_rewrite_is_the_original_prompt_and_is_counted(tmp_path) -> Non
         trainer_of(tmp_path / "strict", "rollout.pe_marker=Revised Prompt:", "rollout.pe_max_missing=0.9") as trainer,
     ):
         trainer.train()
+
+
+def test_rewrites_that_the_text_encoder_cuts_are_counted(tmp_path) -> None:
+    """The T5 of SD3 reads the first `max_sequence_length` tokens. Its own tokenizer counts those of each rewrite."""
+    with trainer_of(tmp_path, "num_rollouts=1", "diffusion.sampling.max_sequence_length=12") as trainer:
+        drawn = trainer.produce(0).tracks["diffusion"]
+        trainer.tracker.log_step(1)
+        trainer.tracker.flush()
+    tokenizer = SD3Bundle(path="toy").tokenizers["tokenizer_3"]
+    too_long = [len(tokenizer(rewrite).input_ids) > 12 for rewrite in drawn.prompts]
+    assert drawn.cut_prompts == too_long and 0 < sum(too_long) < len(too_long)
+    row = metrics_of(tmp_path)[0]
+    assert row["diffusion/rollout/cut_rewrite_ratio"] == sum(too_long) / len(too_long)
+    assert "ar/rollout/cut_rewrite_ratio" not in row
+    long = run(tmp_path / "long", "num_rollouts=1", "diffusion.sampling.max_sequence_length=256")
+    assert long[0]["diffusion/rollout/cut_rewrite_ratio"] == 0.0
 
 
 # Credit

@@ -58,6 +58,7 @@ class RolloutTrack(Batch, Generic[SegmentT_co]):
     parent_track: str | None = shared(default=None)
     parent_ids: list[str] | None = row(optional=True)
     prompts: list[str] | None = row(optional=True)  # read by losses that differentiate the reward
+    cut_prompts: list[bool] | None = row(optional=True)  # longer than the text encoder reads; None = not known
     conditions: Conditions = row()
     segment: SegmentT_co = row()
     decoded: Decoded | None = row(optional=True)

@@ -107,7 +107,8 @@ class DiffusionPipeline(Generic[BundleT]):
         else:
             segment = LatentSegment.concat(list(chunks))
             self._decode(pixels, 0, segment.final)
-        return response_of(req, conditions, segment, pixels.arrived(req.sample_ids, self.facts.fps))
+        cut = self.embed.cut(req.prompts(), params.max_sequence_length)
+        return response_of(req, conditions, segment, pixels.arrived(req.sample_ids, self.facts.fps), cut)
 
     def record(self, req: RolloutReq, images: Images) -> RolloutResp:
         """The response for recorded images, one per row of the request: their latents, without a trajectory."""

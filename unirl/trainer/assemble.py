@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -39,7 +39,7 @@ from unirl.plan.machine import check_machine, check_memory, is_elsewhere
 from unirl.plan.placement import PlacementPlan, capabilities_of, plan_of
 from unirl.plan.preflight import KnownModel, check_disk, needs_of, of_policy, trainer_class
 from unirl.plan.prompts import load_data
-from unirl.plan.sizes import RecipeSizes
+from unirl.plan.sizes import RecipeSizes, sizes_of_policies
 from unirl.plan.threads import ThreadChoice, in_use, threads_of
 from unirl.plan.tiling import choose_tiling, leaves_tiling_open, tiling_key, with_tiling
 from unirl.reward.base import RewardScorer
@@ -99,10 +99,10 @@ def build_trainer(
         tracker = open_tracker(recipe, root, session.argv if session else (), threads)
     if session is not None:
         session.run_dir = root
-    sizes = {
-        name: RecipeSizes(config if resume.checkpoint is None else continued(config))
-        for name, config in recipe.policies.items()
-    }
+    policies = recipe.policies
+    if resume.checkpoint is not None:
+        policies = {name: continued(config) for name, config in policies.items()}
+    sizes = sizes_of_policies(recipe, policies)
     with (
         recorded_end(tracker),
         in_use(threads),
@@ -158,7 +158,7 @@ def pool_of(sizes: Mapping[str, RecipeSizes], tracker: Tracker, threads: ThreadC
 def check_device_memory(
     sizes: Mapping[str, RecipeSizes], warn: Callable[[str], None], devices: DeviceSet, kind: DeviceKind
 ) -> None:
-    """Refuse a device that is too small for any of the policies. Each one is counted by itself."""
+    """Refuse a device that is too small for any of the policies with what the others keep on it."""
     for name, policy in sizes.items():
         with of_policy(name):
             check_memory(policy, kind, warning_of(name, warn), devices)
@@ -305,7 +305,7 @@ def place_learner(
     tiles = tiling_of(sizes, pool.group(plan.rollout), saved.get(tiling), tracker.choice)
     config = sizes.config if tiles is None else with_tiling(sizes.config, tiles)
     if tiles:
-        sizes = RecipeSizes(config)  # decoding in tiles needs less memory
+        sizes = replace(sizes, config=config)  # decoding in tiles needs less memory
     place_roles = place_dedicated if plan.is_dedicated else place_trainside
     roles = place_roles(Places(policy, pool, plan, config), reward)
     algorithm: StageAlgorithm[object] = build(config.algorithm)

@@ -39,7 +39,7 @@ def finished_run(tmp_path):
 
 
 def test_the_card_of_a_toy_run_has_the_numbers_of_its_files(finished_run):
-    card = toy_card(finished_run)
+    card = toy_card("diffusion/sd3_trainside", finished_run)
     assert (card.updates, card.skipped_updates) == ("4", "2")
     assert (card.gradient_norm, card.reward, card.ratio) == ("0.25, none", "0.500, 0.625", "none")
     assert "a local server stands in for reward.base_url" in card.result

@@ -111,7 +111,7 @@ def count(folder: Path, noun: str, pattern: str) -> str:
 
 
 def stand_ins(name: str, folder: Path) -> str:
-    """Names what stands in for something else: a local server for HTTP services, the replica for the engine in the name."""
+    """Names what stands in for something else: a local server for a service, the replica for the engine in the name."""
     resolved = yaml.safe_load((folder / "config" / "resolved.yaml").read_text())
     urls = [path for path, value in leaves(resolved) if path.endswith("base_url") and value == "toy"]
     replicas = [path for path, value in leaves(resolved) if str(value).endswith(".ReplicaRolloutEngine")]

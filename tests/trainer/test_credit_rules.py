@@ -55,7 +55,7 @@ IMAGE_LESS_MEAN = {
     "d0": 0.0,
     "d1": 0.0,
 }
-IMAGE_LESS_MEAN |= {"d1": 0.0, "e1": 0.0}  # e1 is an only child
+IMAGE_LESS_MEAN |= {"e1": 0.0}  # an only child
 ADVANTAGES = {
     "mean": IMAGE_LESS_MEAN | {"a": -0.5, "b": 0.5, "d": -0.5, "e": 0.5, "t0": -1.0, "t1": 1.0},
     "max": IMAGE_LESS_MEAN | {"a": -1.5, "b": 1.5, "d": -0.5, "e": 0.5, "t0": 0.5, "t1": -0.5},

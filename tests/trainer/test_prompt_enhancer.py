@@ -15,6 +15,7 @@ import torch
 
 from tests.run_files import metrics_of
 from unirl.cli.main import main
+from unirl.config.build import build
 from unirl.config.errors import IncompatibleError, MemoryShortageError, Preempted, RewriteError, UniRLError
 from unirl.config.load import load
 from unirl.config.recipe import keys_of_policy, said_of_policy
@@ -478,3 +479,30 @@ def test_an_export_beside_those_of_other_runs_is_not_refused(tmp_path) -> None:
     refuse_replacing([tmp_path])
     with pytest.raises(UniRLError, match="already holds an export"):
         refuse_replacing([tmp_path / "other"])
+
+
+# Recipes
+
+
+@pytest.mark.parametrize(
+    ("name", "branches", "tokens", "guidance", "steps", "merges"),
+    [
+        ("pe_sglang_lora_pickscore", (8, 4, 8), 512, 1.0, tuple(range(9)), False),
+        ("pe_sglang_full_pickscore", (8, 4, 8), 512, 1.0, tuple(range(9)), True),
+        ("pe_sglang_full_wise", (8, 4, 4), 1024, 4.5, (1, 3), True),
+    ],
+)
+def test_recipes_with_engines_of_their_own_have_the_published_settings(
+    name, branches, tokens, guidance, steps, merges
+) -> None:
+    ar, diffusion = load(f"pe/{name}").policies.values()
+    assert (ar.batch_size, ar.samples_per_prompt, diffusion.samples_per_prompt) == branches
+    assert (ar.learning_rate, diffusion.learning_rate, ar.num_updates, diffusion.num_updates) == (5e-6, 3e-4, 1, 2)
+    assert (ar.algorithm.values["clip_range"], diffusion.algorithm.values["clip_range"]) == (1e-2, 1e-4)
+    assert all(policy.lora.values["rank"] == 16 and policy.lora.values["alpha"] == 32 for policy in (ar, diffusion))
+    assert (ar.num_devices, ar.num_rollouts, ar.sampling.values["max_new_tokens"]) == (8, 300, tokens)
+    assert (ar.merges_adapters, diffusion.merges_adapters) == (merges, False)
+    sampling = build(diffusion.sampling)
+    assert (sampling.guidance_scale, sampling.resolve_sde_indices(0), sampling.kernel.eta) == (guidance, steps, 0.7)
+    for policy in (ar, diffusion):
+        assert plan_of(policy).relation == "colocate"

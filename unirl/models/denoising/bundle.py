@@ -53,6 +53,14 @@ class TextEncoder(UsesComponents, Protocol):
 
 
 @runtime_checkable
+class MeasuringTextEncoder(TextEncoder, Protocol):
+    """A text encoder that can say which prompts are too long for it. It reads their beginning alone."""
+
+    def cuts(self, texts: Sequence[str], max_sequence_length: int) -> list[bool]:
+        """True for each text of which `encode` leaves out tokens in the encoder that reads the longest texts."""
+
+
+@runtime_checkable
 class MultimodalTextEncoder(TextEncoder, Protocol):
     """A text encoder that can read a prompt together with images."""
 

@@ -22,7 +22,7 @@ from unirl.sde.guidance import NEGATIVE
 from unirl.sde.kernels import EulerODE
 from unirl.sde.noise import NoiseSource
 from unirl.types.batch import take_rows
-from unirl.types.conditions import Conditions
+from unirl.types.conditions import Conditions, TextCondition
 from unirl.types.device import to_device
 from unirl.types.primitives import Images, Videos, unit
 from unirl.types.progress import progress
@@ -96,6 +96,10 @@ class LatentPipeline(ABC, Generic[LatentBundleT]):
             images: the images of each prompt, in the size of the sample. None if the prompts have no images.
         """
 
+    def cut_prompts(self, texts: Sequence[str], params: DiffusionSamplingParams) -> list[bool] | None:
+        """True for each prompt that is longer than the model reads. None if that is not known."""
+        return None
+
     def replayed(self, conditions: Conditions, latents: Tensor) -> Conditions:
         """The conditions on which a replay of samples `latents` [B, *latent] depends; those of sampling by default."""
         return conditions
@@ -129,8 +133,8 @@ class LatentPipeline(ABC, Generic[LatentBundleT]):
         else:
             segment = LatentSegment.concat(list(chunks))
             self._decode(pixels, 0, segment.final)
-        conditions = self.replayed(conditions, segment.final)
-        return response_of(req, conditions, segment, pixels.arrived(req.sample_ids, self.facts.fps))
+        conditions, cut = self.replayed(conditions, segment.final), self.cut_prompts(req.prompts(), params)
+        return response_of(req, conditions, segment, pixels.arrived(req.sample_ids, self.facts.fps), cut)
 
     def record(self, req: RolloutReq, images: Images) -> RolloutResp:
         """The response for recorded images, one per row of the request: their latents, without a trajectory."""
@@ -265,6 +269,9 @@ class DiffusionPipeline(LatentPipeline[BundleT]):
             vae_slicing=vae_slicing,
             decode_ahead=decode_ahead,
         )
+
+    def cut_prompts(self, texts: Sequence[str], params: DiffusionSamplingParams) -> list[bool] | None:
+        return self.embed.cut(texts, params.max_sequence_length)
 
     def encode(
         self,

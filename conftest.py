@@ -22,6 +22,7 @@ NEED_RAY = (
     "tests/distributed/test_weight_sync_processes.py",
     "tests/trainer/test_bagel_runs.py",
     "tests/trainer/test_image_token_loop.py",
+    "tests/trainer/test_nextstep1_run.py",
     "tests/trainer/test_refill.py",
     "tests/trainer/test_reward_failures.py",
     "tests/trainer/test_runtimes.py",

@@ -23,9 +23,9 @@ from unirl.reward.local.shapes import (
     MAX_ASPECT,
     box,
     coverage,
+    defects,
     flat_cover,
     largest_blob,
-    overlaps,
 )
 from unirl.reward.local.shapes_classifier import (
     COLORS,
@@ -110,22 +110,22 @@ def ascend(model: ShapesClassifier, images: Tensor, rng: np.random.Generator) ->
 def measured(image: Tensor) -> np.ndarray:
     """Returns the detector's measures [11] of an image [3, SIZE, SIZE], in the network's order.
 
-    If the blob is too small, too large or too long for the detector, the overlaps are scaled down by the excess over
+    If the blob is too small, too large or too long for the detector, the defects are moved towards 1 by the excess over
     the limit, so that they have a slope there, too.
     """
     pixels = image.permute(1, 2, 0).double().numpy()
     blob = largest_blob(np.linalg.norm(pixels - DARK, axis=-1) > SPEC.min_contrast)
     if blob.sum() < 4:
         rest = np.sqrt(np.square(pixels - DARK).mean())
-        return np.concatenate([np.linalg.norm(ENTRIES - DARK, axis=1), np.zeros(len(KINDS)), [rest]])
+        return np.concatenate([np.linalg.norm(ENTRIES - DARK, axis=1), np.ones(len(KINDS)), [rest]])
     median = np.median(pixels[blob], axis=0)
     cover = flat_cover(pixels, blob, median)
     residual = np.sqrt(np.square(pixels - DARK - cover[..., None] * (median - DARK)).mean())
     b, area = box(cover), blob.mean()
     stretch = MAX_ASPECT * min(b.width, b.height) / max(b.width, b.height)
     share = min(1, stretch) * min(1, area / SPEC.min_area) * min(1, SPEC.max_area / area)
-    fits = [share * overlap for overlap in overlaps(cover, b).values()]
-    return np.concatenate([np.linalg.norm(ENTRIES - median, axis=1), fits, [residual]])
+    flaws = [1 - share * (1 - defect) for defect in defects(cover, b).values()]
+    return np.concatenate([np.linalg.norm(ENTRIES - median, axis=1), flaws, [residual]])
 
 
 @dataclass(frozen=True)

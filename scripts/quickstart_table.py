@@ -49,8 +49,8 @@ class Trial:
         return f"| {self.seed} | {path} | {self.steps} | {self.seconds:.0f} | {self.cpu_seconds:.0f} |"
 
 
-def run(recipe: str, seed: int, settings: list[str], folder: Path) -> Trial:
-    """Trains once and reads the files of the run."""
+def run(recipe: str, seed: int, settings: list[str], folder: Path, shown: tuple[str, ...] = SHOWN) -> Trial:
+    """Trains once and reads the files of the run. Keeps the evaluation metrics that begin with one of `shown`."""
     command = [sys.executable, "-m", "unirl.cli", "train", recipe, f"sampling.seed={seed}", f"run.dir={folder}"]
     began, used = time.perf_counter(), cpu_seconds()
     done = subprocess.run([*command, *settings], capture_output=True, text=True)
@@ -61,7 +61,11 @@ def run(recipe: str, seed: int, settings: list[str], folder: Path) -> Trial:
         )
     steps = len((folder / "metrics.jsonl").read_text().splitlines())
     return Trial(
-        seed, steps, round(seconds, 1), round(cpu, 1), [scores(path) for path in sorted(folder.glob("eval/step-*"))]
+        seed,
+        steps,
+        round(seconds, 1),
+        round(cpu, 1),
+        [scores(path, shown) for path in sorted(folder.glob("eval/step-*"))],
     )
 
 
@@ -71,11 +75,11 @@ def cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def scores(folder: Path) -> dict[str, float]:
-    """The metrics of one evaluation."""
+def scores(folder: Path, shown: tuple[str, ...] = SHOWN) -> dict[str, float]:
+    """The metrics of one evaluation that begin with one of `shown`."""
     metrics = json.loads((folder / "scores.json").read_text())["metrics"]
     return {"step": int(folder.name.rpartition("-")[2])} | {
-        name: round(value, 4) for name, value in metrics.items() if name.startswith(SHOWN)
+        name: round(value, 4) for name, value in metrics.items() if name.startswith(shown)
     }
 
 

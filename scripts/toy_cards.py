@@ -26,6 +26,8 @@ from unirl.config.merge import leaves
 from unirl.config.recipe_files import CARD_SUFFIX, Card, find_recipe
 
 STEPS = 2
+EXTERNAL_ENGINES = {"_sglang": "SGLang", "_vllmomni": "vLLM-Omni"}
+"""Word in the name of a recipe to the engine that it is named after."""
 Metrics = dict[str, float]
 
 
@@ -39,12 +41,12 @@ def run(name: str, folder: Path) -> None:
         raise SystemExit(f"{name} failed with status {process.returncode}:\n{output}")
 
 
-def toy_card(folder: Path) -> Card:
-    """The card of a recipe whose toy run wrote `folder`."""
+def toy_card(name: str, folder: Path) -> Card:
+    """The card of the recipe `name`, whose toy run wrote `folder`."""
     rows = read_metrics(folder)
     result = (
         f"{STEPS} steps at scale=toy, with a tiny model and scorer of the same classes and random weights"
-        f"{stand_ins(folder)}. Written: {count(folder, 'evaluation', 'eval/step-*/scores.json')}, "
+        f"{stand_ins(name, folder)}. Written: {count(folder, 'evaluation', 'eval/step-*/scores.json')}, "
         f"{count(folder, 'page', 'samples/step-*/manifest.jsonl')} of samples, "
         f"{count(folder, 'checkpoint', 'checkpoints/checkpoint-[0-9]*/MANIFEST.json')}. Not run at full size."
     )
@@ -108,11 +110,16 @@ def count(folder: Path, noun: str, pattern: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def stand_ins(folder: Path) -> str:
-    """Names the HTTP services of the recipe that the toy scale replaces by a local server."""
+def stand_ins(name: str, folder: Path) -> str:
+    """Names what stands in for something else: a local server for a service, the replica for the engine in the name."""
     resolved = yaml.safe_load((folder / "config" / "resolved.yaml").read_text())
     urls = [path for path, value in leaves(resolved) if path.endswith("base_url") and value == "toy"]
-    return f"; a local server stands in for {', '.join(urls)}" if urls else ""
+    replicas = [path for path, value in leaves(resolved) if str(value).endswith(".ReplicaRolloutEngine")]
+    text = f"; a local server stands in for {', '.join(urls)}" if urls else ""
+    for word, engine in EXTERNAL_ENGINES.items():
+        if word in name and replicas:
+            text += f"; the replica engine stands in for {engine}, also at full size"
+    return text
 
 
 def circumstances() -> dict[str, str]:
@@ -137,7 +144,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as scratch:
             if not options.trained:
                 run(name, Path(scratch, "run"))
-            card = trained_card(options.trained) if options.trained else toy_card(Path(scratch, "run"))
+            card = trained_card(options.trained) if options.trained else toy_card(name, Path(scratch, "run"))
         find_recipe(name).path.with_suffix(CARD_SUFFIX).write_text(render(card))
         print(f"{name}: {card.updates} updates, reward {card.reward}", flush=True)
     return 0

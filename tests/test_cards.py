@@ -34,15 +34,19 @@ def finished_run(tmp_path):
     (tmp_path / "checkpoints" / "LATEST").write_text("checkpoint-000002\n")
     (tmp_path / "run.json").write_text('{"seed": 7}')
     (tmp_path / "config").mkdir()
-    (tmp_path / "config" / "resolved.yaml").write_text("reward: {base_url: toy}\n")
+    (tmp_path / "config" / "resolved.yaml").write_text(
+        "reward: {base_url: toy}\nrollout: {_target_: unirl.rollout.engine.replica.engine.ReplicaRolloutEngine}\n"
+    )
     return tmp_path
 
 
 def test_the_card_of_a_toy_run_has_the_numbers_of_its_files(finished_run):
-    card = toy_card(finished_run)
+    card = toy_card("pe/pe_sglang_lora_pickscore", finished_run)
     assert (card.updates, card.skipped_updates) == ("4", "2")
     assert (card.gradient_norm, card.reward, card.ratio) == ("0.25, none", "0.500, 0.625", "none")
     assert "a local server stands in for reward.base_url" in card.result
+    assert "the replica engine stands in for SGLang, also at full size" in card.result
+    assert "SGLang" not in toy_card("diffusion/sd3_replica_lora_colocate", finished_run).result
     assert "2 evaluations, 0 pages of samples, 1 checkpoint." in card.result
 
 

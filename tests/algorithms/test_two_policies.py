@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.stack import TrainStack
 from unirl.types.conditions import Conditions
+from unirl.types.credit import CREDIT_RULES, RewardOp
 from unirl.types.facts import LatentFacts
 from unirl.types.rollout_req import child_ids
 from unirl.types.rollout_resp import RolloutResp, RolloutTrack
@@ -139,11 +141,14 @@ def track(ids, groups, conditions, segment) -> RolloutTrack:
     )
 
 
-def credited(resp: RolloutResp) -> RolloutResp:
-    """As the loop does it: the mean reward of the samples of a choice, and groups on both tracks."""
-    resp = resp.propagate_rewards("mean")
-    for name, each in resp.tracks.items():
-        resp = resp.with_track(name, each.compute_advantages(GroupAdvantage(), name=name)[0])
+def credited(resp: RolloutResp, rule: RewardOp = "mean") -> RolloutResp:
+    """As the loop does it: a reward for each choice from those of its samples, and groups on both tracks."""
+    is_rloo, best_only = CREDIT_RULES[rule].leave_one_out, CREDIT_RULES[rule].best_only
+    estimator = GroupAdvantage().leaving_one_out() if is_rloo else GroupAdvantage()
+    resp = resp.propagate_rewards(rule)
+    for name in resp.by_depth():
+        resp = resp.with_track(name, resp.tracks[name].compute_advantages(estimator, name=name)[0])
+        resp = resp.only_best(name) if best_only else resp
     return resp
 
 
@@ -171,6 +176,13 @@ def test_both_policies_reach_most_of_the_best_joint_reward(seed: int) -> None:
     reward = Pair(seed).train(credited)
     assert share(reward, BEST) >= 0.9
     assert reward > max(CHOSEN, DRAWN_BLINDLY)  # more than either could reach alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["max", "sum", "best_of_n", "leave_one_out"])
+def test_both_policies_learn_by_every_rule_of_credit(rule: RewardOp) -> None:
+    """`leave_one_out` divides by no deviation, so its gradient is smaller near the optimum."""
+    assert share(Pair(1).train(partial(credited, rule=rule)), BEST) >= 0.9
 
 
 @pytest.mark.slow

@@ -55,7 +55,7 @@ def test_the_table_of_recipes_fits_a_terminal_and_shows_what_a_run_lacks(capsys,
         monkeypatch.setenv("COLUMNS", str(columns))
         assert max(len(line) for line in output(capsys, "recipes").splitlines()) <= columns
     lines = [" ".join(line.split()) for line in output(capsys, "recipes", "search", "quickstart").splitlines()]
-    assert lines[lines.index("diffusion/") + 1] == "quickstart trained 0.635 -> 0.891 2026-11-21"
+    assert lines[lines.index("diffusion/") + 1] == "quickstart trained 0.496 -> 0.839 2026-11-25"
     assert "GRPO teaches a small Qwen3, which often forgets to carry, to add correctly" in lines
     assert "but constant rewards, 4 skipped updates" in lines
     assert not any("arXiv" in line for line in lines)

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.models.family_cases import CASES, FamilyCase, built
+from unirl.models.denoising.bundle import MeasuringTextEncoder
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.sde.schedule import SigmaSchedule
 from unirl.testing import family
 from unirl.testing.bundle import check_bundle, rollout_of
+from unirl.types.conditions import TextEmbedCondition
 from unirl.types.sampling import DiffusionSamplingParams
 
 each_family = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -46,6 +50,63 @@ def test_the_samples_are_those_of_diffusers(case: FamilyCase, size: int, scale: 
 @each_family
 def test_weights_texts_and_guidance_change_the_samples(case: FamilyCase) -> None:
     family.check_sensitivity(built(case), settings(case))
+
+
+# Prompts that are longer than the text encoder reads
+
+SHORT = "a cat"
+LONG = "a red circle on a blue square " * 40
+"""More tokens than any encoder of a toy reads."""
+
+
+def encoder_of(case: FamilyCase) -> Any:
+    encoder = built(case).bundle.text_encoder()
+    assert isinstance(encoder, MeasuringTextEncoder), "a text encoder has `cuts`, so that long rewrites are counted"
+    return encoder
+
+
+def encoded(encoder: Any, texts: list[str], length: int) -> TextEmbedCondition:
+    with torch.no_grad():
+        return encoder.encode(texts, length)
+
+
+def tensors(condition: TextEmbedCondition, row: int) -> list[Tensor]:
+    return [value[row] for value in vars(condition).values() if isinstance(value, Tensor)]
+
+
+@each_family
+def test_a_prompt_is_cut_if_and_only_if_its_end_has_no_effect(case: FamilyCase) -> None:
+    encoder, length = encoder_of(case), 2 * case.max_sequence_length
+    texts = [SHORT, f"{SHORT} and a dog", LONG, f"{LONG} and a dog"]
+    assert encoder.cuts(texts, length) == [False, False, True, True]
+    condition = encoded(encoder, texts, length)
+    rows = [tensors(condition, row) for row in range(4)]
+    assert not all(torch.equal(a, b) for a, b in zip(rows[0], rows[1], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(rows[2], rows[3], strict=True))
+
+
+@each_family
+def test_a_prompt_is_cut_if_it_has_one_token_more_than_the_encoder_reads(case: FamilyCase) -> None:
+    """The mask of a longer sequence counts the tokens of a prompt."""
+    encoder, length = encoder_of(case), 3 * case.max_sequence_length
+    mask = encoded(encoder, [SHORT], length).mask
+    if mask is None:
+        pytest.skip("the transformer reads padding, too, so the condition has no mask")
+    num_tokens = int(mask.sum())
+    assert [encoder.cuts([SHORT], num_tokens + more) for more in (-1, 0, 1)] == [[True], [False], [False]]
+
+
+def test_without_t5_the_prompt_of_sd3_is_cut_where_clip_cuts_it() -> None:
+    [case] = [case for case in CASES if case.name == "sd3"]
+    encoder = encoder_of(case)
+    encoder = type(encoder)({k: v for k, v in encoder.modules.items() if k != "text_encoder_3"}, encoder.tokenizers, 96)
+    words = encoder.tokenizers["tokenizer"]("a" + " a" * 200).input_ids
+    assert len(words) == 203  # 201 words, a beginning and an end
+    texts = ["a" + " a" * count for count in (74, 75)]
+    assert encoder.cuts(texts, 8) == [False, True]
+
+
+# Exports
 
 
 @pytest.mark.slow

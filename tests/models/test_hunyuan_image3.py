@@ -384,7 +384,7 @@ def test_the_ratio_token_is_that_of_the_nearest_published_size(toy: HunyuanImage
         assert spelt(toy, header) == f"<boi><img_size_1024><img_ratio_{index}><timestep>"
 
 
-# --- policies, and the tree of their samples ---------------------------------------------------------------------------
+# --- policies, and the tree of their samples --------------------------------------------------------------------------
 
 
 def test_each_track_has_its_policy_of_the_one_network_and_its_end(toy: HunyuanImage3Pipeline) -> None:
@@ -428,7 +428,7 @@ def test_a_chain_holds_what_each_policy_samples_alone_and_replays_it(noised: Hun
     req = request(CHAIN, noised)
     resp = noised.generate(req, 5)
     ids, parent, written = req.sample_ids, None, [{} for _ in req.sample_ids]  # type: ignore[var-annotated]
-    prompts = [prompt for prompt in req.prompts()]
+    prompts = list(req.prompts())
     for name in CHAIN:
         track, spec = resp.tracks[name], req.tracks[name]
         if parent is not None:

@@ -482,6 +482,8 @@ def test_peft_loads_the_exported_adapter_on_the_language_model_alone(directory: 
         loaded = PeftModel.from_pretrained(pipeline.bundle.untrained(), str(tmp_path))
     adapted = {name for name, _ in loaded.named_modules() if name.endswith("lora_A.default")}
     assert len(adapted) == 8 and all(".language_model." in name for name in adapted)
+    read = pipeline.bundle.read_adapter(str(tmp_path))
+    assert len(read) == 8, "a run may start from the file"
     merged = adapter.merged_into(pipeline.bundle.untrained().state_dict())
     assert pipeline.verify_model(pipeline.write_model(merged, tmp_path / "full"), TEXTS, PARAMS) < 1e-4
 

@@ -1,17 +1,34 @@
 """The detector names what a picture really shows, and nothing else."""
 
 import itertools
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from unirl.config.errors import RewardError
-from unirl.reward.local.shapes import GROUND, PALETTE, PLACES, SHAPES, ShapesRewardScorer, Sighting, coverage, sight
+from unirl.reward.local.shapes import (
+    GROUND,
+    PALETTE,
+    PLACES,
+    SHAPES,
+    ShapesRewardScorer,
+    ShapesSpec,
+    Sighting,
+    coverage,
+    sight,
+)
 from unirl.testing.reward import check_reward
 from unirl.types.reward import RewardRequest
 
 ALL = list(itertools.product(PALETTE, SHAPES, PLACES))
+LABELED = Path(__file__).parent / "data" / "shapes"
+COLUMNS = 16
+"""Images in a row of the sheets of labeled images."""
+QUICK_START = ShapesSpec(max_residual=0.08)
 
 
 def pictures(drawings, size=24, seed=0):
@@ -80,23 +97,68 @@ def test_texture_and_a_second_shape_cost_the_shape():
     assert sight(two).shape is None
 
 
+def ragged_triangle(color, rng):
+    """[3, 24, 24] a triangle with blunt corners and bulging sides, whose outline is rough."""
+    cover = np.minimum(coverage("triangle", 24, (12, 11.5), (9.5, 8.5)), coverage("circle", 24, (12, 12.5), (9, 8.5)))
+    cover = np.maximum(cover, coverage("circle", 24, (12, 13), (6.5, 6.5)))
+    outline = (cover > 0.02) & (cover < 0.98)
+    cover = np.where(outline, cover + rng.normal(0, 0.35, cover.shape), cover).clip(0, 1)
+    return torch.from_numpy(GROUND + cover[..., None] * (np.array(PALETTE[color]) - GROUND)).permute(2, 0, 1).float()
+
+
+def test_a_ragged_triangle_is_neither_a_circle_nor_a_triangle():
+    """Its intersection with a circle is so large that an overlap alone would call it a circle."""
+    rng = np.random.default_rng(0)
+    images = torch.stack([ragged_triangle("red", rng) for _ in range(20)])
+    for shape in SHAPES:
+        metadata = [{"color": "red", "shape": shape}] * len(images)
+        asked = RewardRequest(sample_ids=[str(i) for i in range(len(images))], images=images, metadata=metadata)
+        answer = ShapesRewardScorer(config=QUICK_START).score(asked)
+        assert answer.total.max() < 0.9 and answer.components["exact"].sum() == 0
+
+
+def test_the_credit_for_a_shape_falls_with_the_size_of_a_bite():
+    """From 1 for a clean circle to 0 for half of one, without a jump."""
+    x, y = np.meshgrid(np.arange(24), np.arange(24))
+    circle = coverage("circle", 24, (12, 12), (7.5, 7.5))
+    drawn = [circle * (x + y < edge).astype(float) for edge in range(36, 22, -1)]
+    outlines = [sight(GROUND + cover[..., None] * (np.array(PALETTE["red"]) - GROUND)) for cover in drawn]
+    credit = [seen.outline * (seen.shape == "circle") for seen in outlines]
+    assert credit[0] == 1 and credit[-1] == 0 and any(0.2 < value < 0.8 for value in credit)
+    assert credit == sorted(credit, reverse=True)
+
+
+@pytest.mark.parametrize("half", ["tuning", "held_out"])
+def test_what_the_detector_calls_right_is_right_by_eye(half):
+    """On images of the quick start's last step. Precision leaves out the images on which the eye was undecided."""
+    rows = [json.loads(line) for line in (LABELED / f"{half}.jsonl").read_text().splitlines()]
+    tiles = np.asarray(Image.open(LABELED / f"{half}.png")).reshape(-1, 24, COLUMNS, 24, 3).swapaxes(1, 2)
+    images = torch.from_numpy(tiles.reshape(-1, 24, 24, 3)[: len(rows)]).permute(0, 3, 1, 2)
+    request = RewardRequest(sample_ids=[row["id"] for row in rows], images=images / 255, metadata=rows)
+    exact = ShapesRewardScorer(config=QUICK_START).score(request).components["exact"].tolist()
+    right = [row["label"] for row, called in zip(rows, exact, strict=True) if called]
+    yes = [row["label"] for row in rows].count("yes")
+    assert right.count("yes") / (len(right) - right.count("borderline")) >= 0.98
+    assert right.count("yes") / yes >= 0.6
+
+
 @pytest.mark.parametrize("center", [(0.5, 0.5), (0.53, 0.47)])
 def test_a_shape_in_the_middle_is_on_no_side(center):
     cover = coverage("circle", 24, (24 * center[0], 24 * center[1]), (6, 6))[..., None]
-    assert sight(GROUND + cover * (np.array(PALETTE["red"]) - GROUND)) == Sighting("red", "circle", None)
+    assert sight(GROUND + cover * (np.array(PALETTE["red"]) - GROUND)) == Sighting("red", "circle", None, 1.0)
 
 
 def test_a_color_far_from_the_palette_has_no_name():
     cover = coverage("circle", 24, (6, 12), (6, 6))[..., None]
     gray = np.array([0.5, 0.5, 0.5])
-    assert sight(GROUND + cover * (gray - GROUND)) == Sighting(None, "circle", "left")
+    assert sight(GROUND + cover * (gray - GROUND)) == Sighting(None, "circle", "left", 1.0)
 
 
 def test_the_detector_agrees_with_transforms_of_the_image():
     """Mirroring swaps left and right, rotating channels renames colors; neither changes the kind."""
     for shape in SHAPES:
         picture = pictures([("red", shape, "left")])[0].permute(1, 2, 0).double().numpy()
-        assert sight(picture[:, ::-1]) == Sighting("red", shape, "right")
+        assert sight(picture[:, ::-1]) == Sighting("red", shape, "right", 1.0)
         assert sight(picture.transpose(1, 0, 2)).place == "top"
 
 

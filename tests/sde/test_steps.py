@@ -12,6 +12,7 @@ from unirl.sde.steps import (
     EquallySpacedSteps,
     FractionSteps,
     LastSteps,
+    ListedSteps,
     ProgressiveWindow,
     RandomTail,
     RandomWindow,
@@ -25,6 +26,7 @@ CHOICES = [
     EquallySpacedSteps(),
     EquallySpacedSteps(num_steps=9),
     LastSteps(),
+    ListedSteps(at=(0.0, 0.25, 0.5)),
     LastSteps(num_steps=4),
     RandomTail(),
     RandomTail(low=0.5, high=0.9),
@@ -158,6 +160,8 @@ def test_windows_begin_at_start():
         (FractionSteps(low=0.9, high=1.0, num_steps=None), 10, r"FractionSteps needs 1 .* \[0\.9, 1\) .* has 0"),
         (EquallySpacedSteps(num_steps=10), 10, r"EquallySpacedSteps needs 10 .* has 9"),
         (LastSteps(num_steps=5), 5, r"LastSteps needs 5 .* has 4"),
+        (ListedSteps(at=(0.1, 0.9)), 10, r"gives the steps \[1, 9\] of num_inference_steps=10"),
+        (ListedSteps(at=(0.1, 0.2)), 4, r"gives the steps \[0, 0\]"),
         (RandomTail(low=0.95), 10, r"RandomTail needs 1 .* \[0\.95, 1\) .* has 0"),
         (RandomWindow(size=6), 10, r"RandomWindow needs 6 .* has 5"),
         (ProgressiveWindow(size=11), 10, r"size=11 from start=0 does not fit into num_inference_steps=10"),
@@ -190,3 +194,12 @@ def test_a_choice_that_cannot_be_made_is_refused(choice, num_steps, message):
 def test_a_parameter_out_of_range_is_refused(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def test_listed_steps_are_the_same_in_every_step_of_the_loop() -> None:
+    listed = ListedSteps(at=(0.1, 0.3))
+    assert [listed.choose(step, 10, 42) for step in (0, 5)] == [(1, 3)] * 2
+    assert ListedSteps(at=(0.07, 0.29)).choose(0, 100, 1) == (7, 29)  # 100 * 0.07 and 0.29 are not exact
+    for wrong in ((), (0.3, 0.1), (0.1, 0.1), (-0.1,), (1.0,)):
+        with pytest.raises(ValueError, match="rising fractions"):
+            ListedSteps(at=wrong)

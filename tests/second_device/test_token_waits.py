@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from tests.models.texts import networks, prompts_of_lengths, sampled, stage_of
+from unirl.models.janus_pro.family import JanusProBundle, JanusProPipeline
 from unirl.models.language.decoding import Unread
 from unirl.models.language.tools import Calculator
+from unirl.testing.bundle import request_of
 from unirl.testing.emulated_streams import CaptureError, CUDAGraph
 from unirl.testing.second_device import second_devices
-from unirl.types.sampling import ARSamplingParams
+from unirl.types.sampling import ARSamplingParams, ImageTokenSamplingParams
 
 DEVICE = "emulated:0"
 PROMPTS = (5, 40, 1, 3, 70, 12)
@@ -95,6 +97,22 @@ def test_a_captured_step_is_one_launch_and_two_copies(devices):
         sampled(stage, conditions, replace(PARAMS, min_new_tokens=24), slots=4)
     assert len(replays) == 24 - 2, "the first step of each of two widths runs by itself"
     assert Counter(later - earlier for earlier, later in pairwise(replays))[3] >= 16
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 5.0])
+def test_guided_images_are_those_of_a_cpu_also_if_steps_are_captured(devices, scale, graphs):
+    """Six images in four slots, so that pairs of slots are refilled."""
+    params = ImageTokenSamplingParams(max_new_tokens=16, max_prompt_tokens=200, guidance_scale=scale)
+    req = request_of(["a cat", "two dogs in a row", "a"], "image", params, 0).expand(2)
+    pipelines = (
+        JanusProPipeline(JanusProBundle(torch.device(device), path="toy", dtype="fp32"), use_cuda_graphs=graphs)
+        for device in ("cpu", DEVICE)
+    )
+    on_cpu, here = (pipeline.generate(req, 4).tracks["image"] for pipeline in pipelines)
+    assert torch.equal(here.segment.tokens.cpu(), on_cpu.segment.tokens)
+    assert torch.allclose(here.segment.logp.cpu(), on_cpu.segment.logp, atol=1e-4)
+    assert (here.decoded.pixels.int() - on_cpu.decoded.pixels.int()).abs().max() <= 1
 
 
 def test_a_graph_runs_what_was_captured_on_the_same_memory(devices):

@@ -83,6 +83,53 @@ class Unkilled:
         return self.run.finish(folder)
 
 
+@dataclass(frozen=True)
+class Kill:
+    """One SIGKILL of a run that is killed often."""
+
+    after_steps: int
+    """The run was killed some time after it had finished so many steps."""
+    delay_s: float
+    steps_done: int
+    """Steps in the metrics when the process ended. The run continues from the last checkpoint before it."""
+    hit: bool
+    """False if the run had ended before."""
+
+
+def killed_often(run: Run, folder: Path, kills: int, seed: int, step_s: float) -> list[Kill]:
+    """Kills a run again and again, each time after more steps, and resumes it each time. It is not finished then.
+
+    Args:
+        step_s: the delay after a step is at most twice as long.
+    """
+    choice = random.Random(seed)
+    moments = sorted(choice.randrange(run.num_steps) for _ in range(kills))
+    done = []
+    for after in moments:
+        delay = choice.uniform(0.0, 2 * step_s)
+        hit = run.kill_once(folder, after_step(folder, after, delay))
+        done.append(Kill(after, round(delay, 3), steps_in(folder), hit))
+    return done
+
+
+def steps_in(folder: Path) -> int:
+    """Steps in the metrics of a run."""
+    metrics = folder / "metrics.jsonl"
+    return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+
+def after_step(folder: Path, steps: int, delay: float) -> Callable[[], bool]:
+    """`delay` seconds after the run has finished so many steps, or has been continued behind them."""
+    deadline: list[float] = []
+
+    def now() -> bool:
+        if not deadline and steps_in(folder) >= steps:
+            deadline.append(time.monotonic() + delay)
+        return bool(deadline) and time.monotonic() >= deadline[0]
+
+    return now
+
+
 def outcome(folder: Path, num_steps: int) -> Outcome:
     """Everything that must be equal: all files of metrics without their clocks, and the final state."""
     final = folder / "checkpoints" / f"checkpoint-{num_steps:06d}"
@@ -92,7 +139,11 @@ def outcome(folder: Path, num_steps: int) -> Outcome:
         "eval": [reproducible(json.loads(p.read_text())) for p in sorted(folder.glob("eval/*/scores.json"))],
         "pages": {p.relative_to(folder).as_posix(): p.read_text() for p in sorted(folder.glob("*/*/*.md"))},
         "samples": sorted(p.relative_to(folder).as_posix() for p in folder.glob("samples/*/*")),
-        "weights": {p.name: sha256(p.read_bytes()).hexdigest() for p in sorted((final / "policy").iterdir())},
+        "weights": {
+            p.relative_to(final).as_posix(): sha256(p.read_bytes()).hexdigest()
+            for p in sorted(final.glob("policy*/**/*"))
+            if p.is_file()
+        },
         "problems of the final checkpoint": verify(final.with_name("checkpoint-final")),
         "trainer": {k: v for k, v in json.loads((final / "trainer.json").read_text()).items() if k != "recipe"},
     }

@@ -20,6 +20,8 @@ CRITIC = Run(
     (*COMMON, "algorithm._target_=unirl.algorithms.ar_ppo.ARPPO", "backend.value_cfg={}", "backend.lora_cfg={rank: 4}"),
 )
 
+REWRITES = Run("pe/pe_trainside_pickscore", 6, (*COMMON, "scale=toy"))
+
 
 @pytest.fixture(autouse=True, scope="module")
 def in_the_checkout():
@@ -62,3 +64,12 @@ def test_a_killed_run_resumes_its_critic_bit_for_bit(tmp_path, pytestconfig) -> 
     unkilled = Unkilled.of(CRITIC, tmp_path / "unkilled")
     assert any("value" in name for name in unkilled.outcome["metrics"][-1])  # type: ignore[index]
     assert unkilled.broken_cases(range(pytestconfig.getoption("kills") // 2), tmp_path) == []
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_both_of_its_policies_bit_for_bit(tmp_path) -> None:
+    """Case 1 is killed while it saves a checkpoint, and case 2 at a random time."""
+    unkilled = Unkilled.of(REWRITES, tmp_path / "unkilled")
+    weights = unkilled.outcome["weights"]
+    assert {name.partition("/")[0] for name in weights} == {"policy-ar", "policy-diffusion"}  # type: ignore[attr-defined]
+    assert unkilled.broken_cases(range(1, 3), tmp_path) == []

@@ -8,16 +8,19 @@ import signal
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 
 from tests.run_files import metrics_of
 from unirl.cli.main import main
-from unirl.config.errors import MemoryShortageError, Preempted, RewriteError, UniRLError
+from unirl.config.build import build
+from unirl.config.errors import IncompatibleError, MemoryShortageError, Preempted, RewriteError, UniRLError
 from unirl.config.load import load
 from unirl.config.recipe import keys_of_policy, said_of_policy
 from unirl.config.schema import dotted_name
+from unirl.models.sd3.family import SD3Bundle
 from unirl.plan.placement import plan_of
 from unirl.plan.preflight import preflight
 from unirl.plan.sizes import RecipeSizes
@@ -25,6 +28,7 @@ from unirl.rollout.engine.composed.engine import rewrite_in
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
 from unirl.trainer.assemble import build_trainer, check_device_memory
 from unirl.trainer.export import refuse_replacing
+from unirl.trainer.pe import PETrainer
 from unirl.trainer.residency import Phases
 from unirl.types.device import DeviceKind
 from unirl.types.primitives import Texts
@@ -128,6 +132,22 @@ def test_an_empty_rewrite_is_the_original_prompt_and_is_counted(tmp_path) -> Non
         trainer.train()
 
 
+def test_rewrites_that_the_text_encoder_cuts_are_counted(tmp_path) -> None:
+    """The T5 of SD3 reads the first `max_sequence_length` tokens. Its own tokenizer counts those of each rewrite."""
+    with trainer_of(tmp_path, "num_rollouts=1", "diffusion.sampling.max_sequence_length=12") as trainer:
+        drawn = trainer.produce(0).tracks["diffusion"]
+        trainer.tracker.log_step(1)
+        trainer.tracker.flush()
+    tokenizer = SD3Bundle(path="toy").tokenizers["tokenizer_3"]
+    too_long = [len(tokenizer(rewrite).input_ids) > 12 for rewrite in drawn.prompts]
+    assert drawn.cut_prompts == too_long and 0 < sum(too_long) < len(too_long)
+    row = metrics_of(tmp_path)[0]
+    assert row["diffusion/rollout/cut_rewrite_ratio"] == sum(too_long) / len(too_long)
+    assert "ar/rollout/cut_rewrite_ratio" not in row
+    long = run(tmp_path / "long", "num_rollouts=1", "diffusion.sampling.max_sequence_length=256")
+    assert long[0]["diffusion/rollout/cut_rewrite_ratio"] == 0.0
+
+
 # Credit
 
 
@@ -144,6 +164,29 @@ def test_the_reward_of_a_rewrite_is_that_of_its_images(tmp_path, rule, reduced) 
     images = drawn.rewards.double().view(-1, branch)
     assert torch.allclose(drawn.advantages.view(-1, branch).sum(1), torch.zeros(len(written)), atol=1e-4)
     assert (drawn.advantages.view(-1, branch).sign() == (images - images.mean(1, keepdim=True)).sign().float()).all()
+
+
+def test_only_the_best_image_of_each_rewrite_is_trained(tmp_path) -> None:
+    with trainer_of(tmp_path, "credit=best_of_n", "num_rollouts=1") as trainer:
+        resp = trainer.produce(0)
+        before = {learner.track: learner.version for learner in trainer.learners}
+        trainer.learn(0, resp)
+        assert all(learner.version > before[learner.track] for learner in trainer.learners)
+    written, drawn = resp.tracks["ar"], resp.tracks["diffusion"]
+    images = drawn.rewards.view(len(written), -1)
+    best = torch.nn.functional.one_hot(images.argmax(1), images.shape[1]).float()
+    assert torch.equal(drawn.weight.view_as(images), best) and torch.equal(written.rewards, images.amax(1))
+    assert (drawn.advantages[drawn.weight > 0] > 0).all() and (written.weight == 1).all()
+
+
+def test_leaving_one_out_compares_images_and_rewrites_with_their_siblings(tmp_path) -> None:
+    with trainer_of(tmp_path, "credit=leave_one_out") as trainer:
+        resp = trainer.produce(0)
+    written, drawn = resp.tracks["ar"], resp.tracks["diffusion"]
+    for track, groups in ((written, 2), (drawn, len(written))):
+        rewards = track.rewards.double().view(groups, -1)
+        others = (rewards.sum(1, keepdim=True) - rewards) / (rewards.shape[1] - 1)
+        torch.testing.assert_close(track.advantages.view(groups, -1), (rewards - others).float())
 
 
 def test_a_request_with_an_image_that_has_no_reward_trains_neither_policy(tmp_path) -> None:
@@ -267,6 +310,7 @@ def test_the_seed_of_a_run_is_that_of_both_policies() -> None:
         ("rollout.pe_instruction=Improve", 2004, "{prompt}"),
         ("rollout.pe_marker=''", 2004, "pe_marker is empty"),
         ("refill={}", 2020, "~refill"),
+        ("credit=best", 2004, "credit must be one of mean, max, sum, best_of_n, leave_one_out"),
         ("evaluation.samples_per_promt=2", 2003, "samples_per_prompt"),
         ("diffusion.algorithm._target_=unirl.algorithms.drtune.DRTune", 2020, "DiffusionGRPO"),
         ("diffusion.sampling.height=33", 2004, "diffusion.sampling.height=33 is not"),
@@ -286,6 +330,69 @@ def test_mistakes_are_refused_at_check_time(override, code, says, tmp_path) -> N
     with pytest.raises(UniRLError) as refused:
         preflight(load(RECIPE, [*COMMON, f"run.dir={tmp_path}", override]))
     assert refused.value.code == code and says in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (("credit=leave_one_out", "advantage.std=batch"), "advantage.std=batch would have no effect"),
+        (
+            ("credit=leave_one_out", "advantage._target_=unirl.algorithms.shared.advantages.BestOfGroup"),
+            "BestOfGroup has another baseline",
+        ),
+        (
+            (
+                "credit=best_of_n",
+                "diffusion.algorithm={_target_: unirl.algorithms.diffusion_dpo.DiffusionDPO}",
+            ),
+            "diffusion.algorithm (DiffusionDPO) trains pairs",
+        ),
+    ],
+)
+def test_a_rule_of_credit_that_does_not_fit_is_refused(overrides, says) -> None:
+    with pytest.raises(IncompatibleError) as refused:
+        preflight(load(RECIPE, [*COMMON, *overrides]))
+    assert says in str(refused.value)
+
+
+class Unrelated(PETrainer):
+    """Names no parent of the rewrites, and a third track that does not matter here."""
+
+    parents: ClassVar = {"diffusion": "think"}
+
+
+class Elsewhere(PETrainer):
+    """Scores a track that the recipe does not have."""
+
+    track = "video"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "says"),
+    [
+        (Unrelated, "no reward reaches the track 'ar': Unrelated scores 'diffusion'"),
+        (Elsewhere, "Elsewhere scores the track 'video', and the tracks of this recipe are ar and diffusion"),
+    ],
+)
+def test_a_track_that_no_reward_reaches_is_refused(trainer, says) -> None:
+    with pytest.raises(IncompatibleError, match=says):
+        preflight(load(RECIPE, [*COMMON, "plugins=[tests]", f"trainer._target_={dotted_name(trainer)}"]))
+
+
+def test_a_reward_of_texts_is_refused_where_images_are_scored() -> None:
+    reward = "reward.backend={_target_: unirl.reward.local.exact_match.ExactMatchRewardScorer}"
+    with pytest.raises(UniRLError, match=r"reward\.backend scores text, and SD3Pipeline makes image"):
+        preflight(load(RECIPE, [*COMMON, reward]))
+
+
+BLOCKS = ("bundle", "pipeline", "backend", "rollout", "algorithm", "sampling")
+
+
+@pytest.mark.parametrize("key", ["ar", "diffusion", *(f"{side}.{b}" for side in ("ar", "diffusion") for b in BLOCKS)])
+def test_a_side_without_one_of_its_blocks_is_refused(key) -> None:
+    with pytest.raises(UniRLError, match=f"{key} is required") as refused:
+        load(RECIPE, [*COMMON, f"~{key}"])
+    assert refused.value.code == 2003
 
 
 def test_counts_that_do_not_divide_are_those_of_the_recipe() -> None:
@@ -373,3 +480,30 @@ def test_an_export_beside_those_of_other_runs_is_not_refused(tmp_path) -> None:
     refuse_replacing([tmp_path])
     with pytest.raises(UniRLError, match="already holds an export"):
         refuse_replacing([tmp_path / "other"])
+
+
+# Recipes
+
+
+@pytest.mark.parametrize(
+    ("name", "branches", "tokens", "guidance", "steps", "merges"),
+    [
+        ("pe_sglang_lora_pickscore", (8, 4, 8), 512, 1.0, tuple(range(9)), False),
+        ("pe_sglang_full_pickscore", (8, 4, 8), 512, 1.0, tuple(range(9)), True),
+        ("pe_sglang_full_wise", (8, 4, 4), 1024, 4.5, (1, 3), True),
+    ],
+)
+def test_recipes_with_engines_of_their_own_have_the_published_settings(
+    name, branches, tokens, guidance, steps, merges
+) -> None:
+    ar, diffusion = load(f"pe/{name}").policies.values()
+    assert (ar.batch_size, ar.samples_per_prompt, diffusion.samples_per_prompt) == branches
+    assert (ar.learning_rate, diffusion.learning_rate, ar.num_updates, diffusion.num_updates) == (5e-6, 3e-4, 1, 2)
+    assert (ar.algorithm.values["clip_range"], diffusion.algorithm.values["clip_range"]) == (1e-2, 1e-4)
+    assert all(policy.lora.values["rank"] == 16 and policy.lora.values["alpha"] == 32 for policy in (ar, diffusion))
+    assert (ar.num_devices, ar.num_rollouts, ar.sampling.values["max_new_tokens"]) == (8, 300, tokens)
+    assert (ar.merges_adapters, diffusion.merges_adapters) == (merges, False)
+    sampling = build(diffusion.sampling)
+    assert (sampling.guidance_scale, sampling.resolve_sde_indices(0), sampling.kernel.eta) == (guidance, steps, 0.7)
+    for policy in (ar, diffusion):
+        assert plan_of(policy).relation == "colocate"

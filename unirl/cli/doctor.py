@@ -24,6 +24,7 @@ from unirl.config.failures import Session
 
 if TYPE_CHECKING:
     from unirl.config.recipe import RecipeConfig
+    from unirl.plan.sizes import RecipeSizes
 
 EXAMPLES = ("unirl doctor", "unirl doctor diffusion/sd3_trainside num_devices=8", "unirl doctor --json")
 OLDEST_RAY = (2, 54)
@@ -191,9 +192,10 @@ def _gpus() -> str:
 def _recipe_checks(name: str, overrides: Sequence[str]) -> dict[str, Callable[[], str]]:
     """Lines for a recipe. The others are left out if it is not valid."""
     from unirl.cli.check import checked
+    from unirl.plan.sizes import sizes_of_policies
 
     try:
-        policies = checked(name, overrides).policies
+        recipe = checked(name, overrides)
     except UniRLError as error:
         problem = report(error)
 
@@ -202,9 +204,11 @@ def _recipe_checks(name: str, overrides: Sequence[str]) -> dict[str, Callable[[]
 
         return {f"recipe {name}": invalid}
     checks: dict[str, Callable[[], str]] = {f"recipe {name}": lambda: "valid"}
-    checks["reward"] = partial(_reward, next(iter(policies.values())))
+    policies = recipe.policies
+    checks["reward"] = partial(_reward, recipe.config)
+    sizes = sizes_of_policies(recipe)
     for policy, config in policies.items():
-        checks[f"{policy} room".lstrip()] = partial(_room, config, policy)
+        checks[f"{policy} room".lstrip()] = partial(_room, sizes[policy], policy)
         checks[f"{policy} download".lstrip()] = partial(_download, config)
     return checks
 
@@ -217,7 +221,7 @@ def _reward(config: RecipeConfig) -> str:
     return "no package or server that it needs is missing"
 
 
-def _room(config: RecipeConfig, policy: str = "") -> str:
+def _room(sizes: RecipeSizes, policy: str = "") -> str:
     """Compares the planned memory of a run with the memory of this machine.
 
     Args:
@@ -226,11 +230,10 @@ def _room(config: RecipeConfig, policy: str = "") -> str:
     from unirl.config.recipe import keys_of_policy
     from unirl.plan.machine import check_machine, is_elsewhere, largest_device, peak_of
     from unirl.plan.preflight import of_policy
-    from unirl.plan.sizes import RecipeSizes
     from unirl.types.device import num_accelerators
 
     warnings: list[str] = []
-    sizes = RecipeSizes(config)
+    config = sizes.config
     with of_policy(policy, config):
         check_machine(sizes, warnings.append)
     if warnings:

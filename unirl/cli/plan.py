@@ -18,8 +18,7 @@ from unirl.plan.devices import Device, device_named
 from unirl.plan.fit import best_changes, moment_peaks, usable
 from unirl.plan.geometry import geometry_table
 from unirl.plan.micro_batch import with_auto_micro
-from unirl.plan.residency import home_of, memory_parts
-from unirl.plan.sizes import RunSizes, WeightTransfer, resident_parts
+from unirl.plan.sizes import RecipeSizes, RunSizes, WeightTransfer, resident_parts, sizes_of_policies
 from unirl.plan.tiling import leaves_tiling_open, with_auto_tiling
 from unirl.tracking.console import duration
 from unirl.tracking.run_directory import latest_run
@@ -50,24 +49,33 @@ def show_plan(name: str, overrides: Sequence[str], as_json: bool = False, device
     """Prints the plan of a recipe. Returns the exit status."""
     chosen, _ = device_named(device)
     recipe = checked(name, overrides)
-    policies = {name: recipe.alone(name) for name in recipe.policies}
     if as_json:
-        facts = {name: plan_facts(policy, chosen) for name, policy in policies.items()}
+        sizes = sizes_of_policies(recipe)
+        facts = {name: plan_facts(recipe.alone(name), sizes[name], chosen) for name in recipe.policies}
         print(json.dumps(facts if len(facts) > 1 else next(iter(facts.values())), indent=1))
     else:
-        texts = [
-            f"{name}\n{keys_of_policy(plan_text(policy, device), policy.config)}" if name else plan_text(policy, device)
-            for name, policy in policies.items()
-        ]
-        if len(texts) > 1:
-            texts.append("Each policy is counted by itself. On shared devices, add what stays resident.")
-        print("\n\n".join(texts))
+        print(plan_text(recipe, device))
     return 0
 
 
-def plan_facts(recipe: Recipe, device: Device) -> dict[str, object]:
-    """The plan of a recipe as JSON values."""
-    plan = run_on(device, recipe)
+def plan_text(recipe: Recipe, device: str | None = None) -> str:
+    """The plan of a recipe for people, on a device of the table. None: this machine's."""
+    sizes = sizes_of_policies(recipe)
+    texts = {name: _policy_text(recipe.alone(name), sizes[name], device) for name in recipe.policies}
+    if len(texts) == 1:
+        return next(iter(texts.values()))
+    named = [f"{name}\n{keys_of_policy(text, recipe.policies[name])}" for name, text in texts.items()]
+    closing = (
+        "The tracks share one network: its weights, gradients and optimizer stand in each plan, and exist once."
+        if recipe.shares_weights
+        else "The sums of each policy contain what the others keep on its devices while they wait."
+    )
+    return "\n\n".join([*named, closing])
+
+
+def plan_facts(recipe: Recipe, sizes: RecipeSizes, device: Device) -> dict[str, object]:
+    """The plan of one policy as JSON values."""
+    plan = run_on(device, sizes)
     resident = resident_parts(plan.placement)
     times = cost.step_times(plan.sizes, plan.settings, device)
     seconds = sum(phase.seconds for phase in times.values())
@@ -80,7 +88,7 @@ def plan_facts(recipe: Recipe, device: Device) -> dict[str, object]:
         "parameters": dict(plan.estimate.parameters),
         "sizes": asdict(plan.sizes),
         "settings": asdict(plan.settings),
-        "memory_gib": [asdict(row) for row in cost.memory_table(plan.sizes, plan.settings, resident)],
+        "memory_gib": [asdict(row) for row in (row for _, row in plan.memory)],
         "device": asdict(device),
         "time": {name: asdict(phase) for name, phase in times.items()},
         "step_seconds": seconds,
@@ -91,20 +99,19 @@ def plan_facts(recipe: Recipe, device: Device) -> dict[str, object]:
     }
 
 
-def run_on(device: Device, recipe: Recipe) -> RunSizes:
+def run_on(device: Device, sizes: RecipeSizes) -> RunSizes:
     """The sizes of a run, with what it chooses for a device."""
-    run = with_auto_tiling(RunSizes.of(recipe.config), recipe.config, device.memory_gib)
+    assert sizes.run is not None, "plan refuses a bundle that cannot say its sizes"
+    run = with_auto_tiling(sizes.run, sizes.config, device.memory_gib)
     return with_auto_micro(run, device, device.memory_gib)
 
 
-def plan_text(recipe: Recipe, device: str | None = None) -> str:
-    """The plan of a recipe for people, on a device of the table. None: this machine's."""
+def _policy_text(recipe: Recipe, sizes: RecipeSizes, device: str | None) -> str:
+    """The plan of one policy for people."""
     chosen, about = device_named(device)
-    plan = run_on(chosen, recipe)
+    plan = run_on(chosen, sizes)
     tiled = leaves_tiling_open(recipe.config) and plan.sizes.decoding.tiled
     listed = ", ".join(f"{name} {_count(number)}" for name, number in plan.estimate.parameters.items())
-    homes: dict[str, str] = {part: home_of(plan.placement, part).words for part in memory_parts(plan.placement)}
-    rows = cost.memory_table(plan.sizes, plan.settings, resident_parts(plan.placement))
     return "\n".join(
         [
             f"{recipe.file.name}   {recipe.file.path}",
@@ -113,8 +120,8 @@ def plan_text(recipe: Recipe, device: str | None = None) -> str:
             f"rollout    {plan.settings.forward_rows} rows in one forward (rollout.forward_batch_size)",
             _micro_text(plan, chosen),
             *([f"decode     in tiles, chosen for {chosen.name} (pipeline.vae_tiling)"] if tiled else []),
-            f"parameters {_count(plan.sizes.trainable_parameters)} trained; {listed}",
-            _memory_text(rows, homes),
+            f"parameters {_count(plan.sizes.trainable_parameters * plan.sizes.is_trained)} trained; {listed}",
+            _memory_text([(home.words, row) for home, row in plan.memory]),
             _room_text(plan, chosen),
             _time_text(plan, chosen, about, recipe.config.num_rollouts),
             f"measured   {_measured_text(recipe)}",
@@ -248,12 +255,12 @@ def _count(number: int) -> str:
     return f"{number / size[0]:.3g}{size[1]}"
 
 
-def _memory_text(rows: Sequence[cost.MemoryRow], homes: Mapping[str, str]) -> str:
+def _memory_text(rows: Sequence[tuple[str, cost.MemoryRow]]) -> str:
     """One block per device set. A dash means that the item is not on the device at this moment."""
     lines = [f"memory     {'GiB per device, estimated':<31}{''.join(f'{moment:>8}' for moment in cost.MOMENTS)}"]
-    device_sets = list(dict.fromkeys(homes[row.part] for row in rows))
+    device_sets = list(dict.fromkeys(home for home, _ in rows))
     for device_set in device_sets:
-        here = [row for row in rows if homes[row.part] == device_set]
+        here = [row for home, row in rows if home == device_set]
         lines += [f"           {device_set}:"] if len(device_sets) > 1 else []
         lines += [_memory_line(row.name, row.gib) for row in here if any(row.gib.values())]
         lines.append(_memory_line("sum", {moment: sum(row.gib[moment] for row in here) for moment in cost.MOMENTS}))

@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from omegaconf import OmegaConf
 
@@ -32,6 +31,7 @@ from unirl.config.schema import Schema, schema_of
 from unirl.config.targets import check_plugins, find_target
 from unirl.config.toy import toy_layer
 from unirl.config.values import ReadContext, read
+from unirl.types.credit import CreditName
 
 ELSEWHERE = 0.8
 """Smallest similarity at which a key of another block is suggested for an unknown key."""
@@ -51,8 +51,8 @@ class Recipe:
     """
     engine: Node | None = None
     """The engine that composes those of several policies. None if one engine samples everything."""
-    credit: Literal["mean", "max", "sum"] = "mean"
-    """The reward of a row of a parent track, from the rewards of its children."""
+    credit: CreditName = "mean"
+    """The rule of credit between a parent track and its children."""
     trained: tuple[str, ...] = ("",)
     """The tracks whose losses are trained."""
     shares_weights: bool = False
@@ -62,6 +62,11 @@ class Recipe:
     def config(self) -> RecipeConfig:
         """The recipe as its first policy sees it. The settings of the run are those of every policy."""
         return next(iter(self.policies.values()))
+
+    @property
+    def parents(self) -> Mapping[str, str]:
+        """Track to the track that it continues."""
+        return dict(zip(list(self.policies)[1:], self.policies, strict=False))
 
     @property
     def weights(self) -> Mapping[str, tuple[str, ...]]:

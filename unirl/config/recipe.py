@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from unirl.config.node import Node
+from unirl.types.credit import CreditName
 
 Where = str | int | tuple[int, ...]
 """Devices of a role: `0-3`, `0,2`, `3`, `[0, 2]`, `all`, `in train`, `in rollout`, `cpu`, `cpu x2`."""
@@ -348,8 +349,8 @@ class EnhancerConfig(RunSettings):
     """The engine that composes those of the policies: how a response becomes a prompt."""
     trainer: Node = field(metadata={"target": "unirl.trainer.pe.PETrainer"})
     """The trainer of the domain."""
-    credit: Literal["mean", "max", "sum"] = "mean"
-    """The reward of a rewrite, from the rewards of its samples."""
+    credit: CreditName = "mean"
+    """The rule of credit: the reward of a rewrite from those of its samples, and which samples are trained."""
     trained: tuple[Literal["ar", "diffusion"], ...] = ("ar", "diffusion")
     """The policies that are updated; the other one samples with the weights that it has."""
 
@@ -389,8 +390,8 @@ class UnifiedConfig(RunSettings):
     """The loss of each track."""
     trainer: Node = field(metadata={"target": "unirl.trainer.unified_model.UnifiedModelTrainer"})
     """The trainer of the domain."""
-    credit: Literal["mean", "max", "sum"] = "mean"
-    """The reward of a row of a track, from the rewards of the rows that continue it."""
+    credit: CreditName = "mean"
+    """The rule of credit between a row of a track and the rows that continue it (docs/credit.md)."""
     trained: tuple[str, ...] | None = None
     """The tracks whose losses are trained; absent = all."""
 

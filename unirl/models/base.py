@@ -153,13 +153,20 @@ def _device_of(module: nn.Module) -> torch.device:
     return next(module.parameters()).device
 
 
-def response_of(req: RolloutReq, conditions: Conditions, segment: Segment, decoded: Decoded) -> RolloutResp:
+def response_of(
+    req: RolloutReq,
+    conditions: Conditions,
+    segment: Segment,
+    decoded: Decoded,
+    cut_prompts: list[bool] | None = None,
+) -> RolloutResp:
     """The response with the one track of a request, rows in the order of the request."""
     [name] = req.tracks
     track = RolloutTrack(
         sample_ids=req.sample_ids,
         group_ids=req.group_ids,
         prompts=req.prompts(),
+        cut_prompts=cut_prompts,
         conditions=conditions,
         segment=segment,
         decoded=decoded,

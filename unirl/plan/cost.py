@@ -61,6 +61,8 @@ STEP_PHASES: Mapping[str, tuple[str, ...]] = {
 """The phases of the loop, and their moments."""
 KEPT = ("decode", "reward", "anchors", "train")
 """The moments at which the rows of a step exist."""
+WAITING = ("reward", "anchors", "train")
+"""The moments of another policy at which the rows of a policy that waits exist."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +173,8 @@ class Sizes:
     sync_bytes: float = 0.0
     sync_crosses: bool = False  # the engine is on other nodes than the trainer
     devices_per_node: int | None = None  # None: one node has all devices
+    is_trained: bool = True
+    """False for a policy that only samples: it has no gradients and no optimizer state."""
     takes_turns: bool = False
     """Engine and trainer take turns on the same devices, so both are moved in every step."""
 
@@ -201,10 +205,32 @@ def memory_table(sizes: Sizes, settings: Settings, resident: Mapping[str, Collec
     """
     here = {moment: resident[phase] for phase, moments in STEP_PHASES.items() for moment in moments}
     items = (*_weights(sizes, settings), *_training(sizes, settings), *_sampling(sizes, settings), *_rows(sizes))
+    return [_row(item, {moment for moment in item[3] if item[1] in here[moment]}) for item in items]
+
+
+def waiting_table(sizes: Sizes, settings: Settings, resident: Mapping[str, Collection[str]]) -> list[MemoryRow]:
+    """The rows of a policy that waits, at the moments of another one that works.
+
+    It keeps what exists at all moments of its own step, and from the reward on its rows of the step, which are released
+    when all policies have trained.
+
+    Args:
+        resident: phase of the policy that works to the parts of the waiting one that are on their devices.
+    """
+    here = {moment: resident[phase] for phase, moments in STEP_PHASES.items() for moment in moments}
+    items = (*_weights(sizes, settings), *_training(sizes, settings), *_sampling(sizes, settings))
+    lasting = [item for item in items if tuple(item[3]) == MOMENTS]
+    stored = [item for item in _rows(sizes) if set(WAITING) <= set(item[3])]
     return [
-        MemoryRow(name, part, {moment: size / GIB * (part in here[moment] and moment in when) for moment in MOMENTS})
-        for name, part, size, when in items
+        *(_row(item, {moment for moment in MOMENTS if item[1] in here[moment]}) for item in lasting),
+        *(_row(item, WAITING) for item in stored),
     ]
+
+
+def _row(item: Item, when: Collection[str]) -> MemoryRow:
+    """The row of an item that is on its device at the moments `when`."""
+    name, part, size, _ = item
+    return MemoryRow(name, part, {moment: size / GIB * (moment in when) for moment in MOMENTS})
 
 
 def policy_bytes(sizes: Sizes) -> float:
@@ -233,14 +259,16 @@ def _weights(sizes: Sizes, settings: Settings) -> Iterator[Item]:
     yield "policy weights", "policy", policy, MOMENTS
     yield "tables of positions", "policy", sizes.buffers * sizes.dtype_bytes, MOMENTS
     yield "adapters", "policy", adapters, MOMENTS
-    yield "optimizer (AdamW)", "optimizer", 2 * trainable, MOMENTS
+    yield "optimizer (AdamW)", "optimizer", 2 * trainable * sizes.is_trained, MOMENTS
     snapshots = sizes.num_snapshots * trainable + sizes.num_loaded_snapshots * (policy + adapters)
     yield "snapshots", "policy", snapshots, MOMENTS
-    yield "live weights, set aside", "policy", trainable * sizes.swaps_weights, ("anchors",)
+    yield "live weights, set aside", "policy", trainable * sizes.swaps_weights * sizes.is_trained, ("anchors",)
     yield "weights and snapshots, read", "policy", trainable * (1 + sizes.num_snapshots), ("resume",)
 
 
 def _training(sizes: Sizes, settings: Settings) -> Iterator[Item]:
+    if not sizes.is_trained:
+        return
     network, shards = sizes.network, settings.num_shards
     trainable = sizes.trainable_parameters * MASTER_BYTES
     yield "gradients", "policy", trainable / (1 if settings.deferred else shards), ("train",)
@@ -488,7 +516,9 @@ def reward_work(sizes: Sizes) -> Work:
 
 
 def train_work(sizes: Sizes, settings: Settings) -> Work:
-    """Anchors, forward and backward passes, and the optimizer's updates."""
+    """Anchors, forward and backward passes, and the optimizer's updates. Nothing for a policy that only samples."""
+    if not sizes.is_trained:
+        return Work()
     network = sizes.network
     rows = sizes.num_trained / sizes.num_train_devices
     share = max(rows / sizes.num_updates, 1)  # of an update

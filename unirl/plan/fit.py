@@ -11,10 +11,9 @@ from itertools import product
 from typing import Any
 
 from unirl.config.device_sets import DeviceSet
-from unirl.plan.cost import MOMENTS, STEP_PHASES, Settings, memory_table, step_seconds, step_times
+from unirl.plan.cost import MOMENTS, STEP_PHASES, Settings, step_seconds, step_times
 from unirl.plan.devices import Device
-from unirl.plan.residency import home_of
-from unirl.plan.sizes import RunSizes, resident_parts
+from unirl.plan.sizes import RunSizes
 
 ALLOCATOR_SLACK = 0.08
 """Fraction of the memory that stays free: the context of the driver, fragmentation and workspaces."""
@@ -93,10 +92,9 @@ def moment_peaks(run: RunSizes, settings: Settings) -> dict[str, float]:
 
 def device_peaks(run: RunSizes, settings: Settings) -> dict[DeviceSet, dict[str, float]]:
     """GiB at each moment of a step, on a device of each device set."""
-    rows = memory_table(run.sizes, settings, resident_parts(run.placement))
     homes: dict[DeviceSet, dict[str, float]] = {}
-    for row in rows:
-        sums = homes.setdefault(home_of(run.placement, row.part), dict.fromkeys(MOMENTS, 0.0))  # type: ignore[arg-type]
+    for home, row in run.memory_with(settings):
+        sums = homes.setdefault(home, dict.fromkeys(MOMENTS, 0.0))
         for moment, gib in row.gib.items():
             sums[moment] += gib
     return homes
@@ -335,8 +333,7 @@ def _lower(rung: Rung, now: int, values: Sequence[int]) -> list[int]:
 
 def largest_items(run: RunSizes, settings: Settings, moment: str, count: int = 3) -> list[tuple[str, float]]:
     """What takes the most memory at a moment of a step, and its GiB."""
-    rows = memory_table(run.sizes, settings, resident_parts(run.placement))
-    items = sorted(((row.name, row.gib[moment]) for row in rows), key=lambda item: -item[1])
+    items = sorted(((row.name, row.gib[moment]) for _, row in run.memory_with(settings)), key=lambda item: -item[1])
     return [item for item in items[:count] if item[1] > 0]
 
 

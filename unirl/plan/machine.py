@@ -127,6 +127,12 @@ def peak_of(sizes: RecipeSizes, devices: DeviceSet | None = None, memory_gib: fl
     return Peak(run, peaks[at], at)
 
 
+def _kept(peak: Peak) -> str:
+    """The part of a peak that other policies of the recipe keep: `, of which 2.1 GiB belong to ar, which waits`."""
+    kept = [row for rows in peak.run.beside.values() for row in rows if row.gib[peak.at]]
+    return "".join(f", of which {row.gib[peak.at]:.1f} GiB belong to {row.name}" for row in kept)
+
+
 def check_memory(
     sizes: RecipeSizes, kind: DeviceKind, warn: Callable[[str], None], devices: DeviceSet | None = None
 ) -> None:
@@ -155,9 +161,9 @@ def check_memory(
             f"({' '.join(overrides(run, fit.smallest.settings))}): use more or larger devices"
         )
     text = (
-        f"the plan's estimate of the peak is {peak.gib:.1f} GiB on a device (at {peak.at}), and {kind.name} has "
-        f"{kind.memory_gib:.1f} GiB, of which {room:.1f} can be planned for: {peak.gib - room:.1f} GiB too much. "
-        f"{way_out}"
+        f"the plan's estimate of the peak is {peak.gib:.1f} GiB on a device (at {peak.at}{_kept(peak)}), and "
+        f"{kind.name} has {kind.memory_gib:.1f} GiB, of which {room:.1f} can be planned for: "
+        f"{peak.gib - room:.1f} GiB too much. {way_out}"
     )
     if peak.gib > CERTAIN * kind.memory_gib and sizes.config.memory_check == "refuse":
         raise MemoryShortageError(f"{text}. Plans are counted: memory_check=warn tries it nevertheless")

@@ -38,6 +38,7 @@ from unirl.models.base import Bundle
 from unirl.models.loading.estimate import ModelEstimate
 from unirl.models.unified.pipeline import IMAGE, UnifiedPipeline
 from unirl.plan.compatibility import KEPT_BY, check_compatibility, reads_snapshot
+from unirl.plan.credit import check_credit
 from unirl.plan.geometry import Geometry, check_geometry, geometry_of
 from unirl.plan.layout import check_layout, layout_notices
 from unirl.plan.placement import PlacementPlan, plan_of
@@ -120,6 +121,7 @@ def preflight(recipe: Recipe) -> Preflight:
             check_sampling(policy, needs)
             texts += [said_of_policy(text, name, policy) for text in policy_notices(policy, plan, geometry, needs)]
     check_tracks(recipe)
+    check_credit(recipe, trainer_class(config).track)
     check_evaluation(recipe)
     check_data(config)
     texts += environment_notices(recipe)
@@ -206,12 +208,6 @@ def check_tracks(recipe: Recipe) -> None:
         check_texts(recipe.engine.require("pe_instruction", str), recipe.engine.get("pe_marker", str))
     if recipe.shares_weights:
         check_chain(recipe)
-    last = trainer_class(config).track
-    if last != list(recipe.policies)[-1]:
-        raise IncompatibleError(
-            f"the reward scores the track {last}, and the last track of this recipe is {list(recipe.policies)[-1]}. "
-            f"Name the last track {last}"
-        )
     for policy in recipe.policies.values():
         needs, loss = needs_of(policy), f"{policy.algorithm.path}: {policy.algorithm.class_name}"
         if needs.differentiable_reward:

@@ -4,41 +4,65 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 
 from unirl.algorithms.base import StageAlgorithm
 from unirl.config.build import build
 from unirl.config.device_sets import DeviceSet
+from unirl.config.load import Recipe
 from unirl.config.node import Node, nodes_below
 from unirl.config.recipe import RecipeConfig
-from unirl.models.loading.checkpoint import TOY, DiffusersFamily
+from unirl.models.loading.checkpoint import TOY
 from unirl.models.loading.estimate import DecodingCost, Lengths, ModelEstimate, forward_flops
 from unirl.plan.compatibility import KEPT_BY
-from unirl.plan.cost import MASTER_BYTES, Network, Reward, Settings, Sizes, Stored
+from unirl.plan.cost import (
+    MASTER_BYTES,
+    MemoryRow,
+    Network,
+    Reward,
+    Settings,
+    Sizes,
+    Stored,
+    memory_table,
+    waiting_table,
+)
 from unirl.plan.geometry import Geometry, geometry_of
 from unirl.plan.layout import transport_of
 from unirl.plan.placement import PlacementPlan, plan_of
-from unirl.plan.preflight import Estimated, needs_of, sizes_of
-from unirl.plan.residency import PHASES, resident
+from unirl.plan.preflight import Estimated, needs_of, sizes_of, trainer_class
+from unirl.plan.residency import IDLE, PHASES, MemoryPart, home_of, resident
 from unirl.reward.base import RewardScorer, ScorerCost
 from unirl.types.facts import LanguageFacts, LatentFacts
-from unirl.types.protocols import REFERENCE, Needs
+from unirl.types.protocols import REFERENCE, DtypeName, Needs, VaeDtype
 from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams, ImageTokenSamplingParams, Sampling
 from unirl.types.segments import LatentSegment, stored_positions
 
+OTHER_POLICY = "other policy"
+"""In place of a part: what another policy keeps."""
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @runtime_checkable
 class Decodes(Protocol):
-    """A bundle class whose samples the VAE of its family decodes."""
+    """A bundle class that can say the cost of decoding a sample without loading a model."""
 
-    family: ClassVar[DiffusersFamily]
+    @staticmethod
+    def decoding(
+        path: str,
+        sampling: DiffusionSamplingParams,
+        revision: str | None,
+        *,
+        vae_dtype: VaeDtype,
+        dtype: DtypeName,
+        tiled: bool,
+    ) -> DecodingCost:
+        """The cost of decoding one sample, in tiles or whole."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -61,9 +85,44 @@ class RunSizes:
     transfer: WeightTransfer
     sizes: Sizes
     settings: Settings
+    beside: Mapping[DeviceSet, Sequence[MemoryRow]] = field(default_factory=dict)
+    """By devices, what the other policies of the recipe keep there while this one works: one row for each."""
+    counts_reward: bool = True
+    """False for a policy beside the one whose samples are scored, which counts the reward models for both."""
+
+    @property
+    def memory(self) -> list[tuple[DeviceSet, MemoryRow]]:
+        """The rows whose sum is the peak of each moment, with the devices of each."""
+        return self.memory_with(self.settings)
+
+    def memory_with(self, settings: Settings) -> list[tuple[DeviceSet, MemoryRow]]:
+        """The same with other settings of this policy."""
+        own = memory_table(self.sizes, settings, resident_parts(self.placement))
+        rows = [row for row in own if self.counts_reward or row.part != "reward"]
+        here = [(home_of(self.placement, cast(MemoryPart, row.part)), row) for row in rows]
+        homes = {home for home, _ in here}
+        return here + [(home, row) for home, others in self.beside.items() if home in homes for row in others]
+
+    def waiting(self, name: str) -> dict[DeviceSet, MemoryRow]:
+        """By devices, the memory that this policy keeps there while another one works.
+
+        Args:
+            name: the name of the policy, which is shown.
+        """
+        plan, totals = self.placement, dict[DeviceSet, dict[str, float]]()
+        # The reward works for all policies at once.
+        phases: dict[str, Sequence[str]] = {
+            phase: resident(plan, phase if phase == "reward" else IDLE) for phase in PHASES
+        }
+        for row in waiting_table(self.sizes, self.settings, phases):
+            if self.counts_reward or row.part != "reward":
+                here = totals.setdefault(home_of(plan, cast(MemoryPart, row.part)), dict.fromkeys(row.gib, 0.0))
+                for moment, gib in row.gib.items():
+                    here[moment] += gib
+        return {home: MemoryRow(f"{name}, which waits", OTHER_POLICY, gib) for home, gib in totals.items()}
 
     @classmethod
-    def of(cls, config: RecipeConfig) -> RunSizes:
+    def of(cls, config: RecipeConfig, is_trained: bool = True) -> RunSizes:
         """Works it out from the recipe and the configuration files that its bundle class reads.
 
         With `stack.micro_batch_size=auto`, the settings hold the smallest micro-batch; `with_auto_micro` of
@@ -76,7 +135,7 @@ class RunSizes:
         estimate = replace(estimate, facts=estimate.facts.of(build(config.sampling)))
         geometry = geometry_of(config, placement, needs)
         transfer = _transfer(config, placement, estimate)
-        sizes = _sizes(config, placement, geometry, needs, estimate, transfer)
+        sizes = replace(_sizes(config, placement, geometry, needs, estimate, transfer), is_trained=is_trained)
         settings = _settings(config, placement, geometry, sizes, estimate)
         return cls(placement, geometry, estimate, transfer, sizes, settings)
 
@@ -86,12 +145,49 @@ class RecipeSizes:
     """A recipe and the sizes of its run, which are worked out when they are first needed, and then kept."""
 
     config: RecipeConfig
+    is_trained: bool = True
+    """False for a policy that only samples."""
+    is_scored: bool = True
+    """False for a policy beside the one whose samples are scored."""
+    others: Mapping[str, RecipeSizes] = field(default_factory=dict, repr=False)
+    """The other policies of the recipe by name."""
 
     @cached_property
     def run(self) -> RunSizes | None:
         """The sizes. None if the recipe's bundle cannot say those of its model without loading it."""
+        if self.alone is None:
+            return None
+        beside: dict[DeviceSet, list[MemoryRow]] = {}
+        for name, other in self.others.items():
+            for home, row in ({} if other.alone is None else other.alone.waiting(name)).items():
+                beside.setdefault(home, []).append(row)
+        return replace(self.alone, beside=beside)
+
+    @cached_property
+    def alone(self) -> RunSizes | None:
+        """The sizes without what the other policies keep on the devices."""
         is_estimated = isinstance(self.config.bundle.schema.owner, Estimated) and self.config.model_path is not None
-        return RunSizes.of(self.config) if is_estimated else None
+        if not is_estimated:
+            return None
+        return replace(RunSizes.of(self.config, self.is_trained), counts_reward=self.is_scored)
+
+
+def sizes_of_policies(recipe: Recipe, configs: Mapping[str, RecipeConfig] | None = None) -> dict[str, RecipeSizes]:
+    """The sizes of each policy of a recipe, with what the others keep on its devices.
+
+    Args:
+        configs: the policies, if they differ from those of the recipe.
+    """
+    policies = recipe.policies if configs is None else configs
+    scored = trainer_class(recipe.config).track
+    sizes: dict[str, RecipeSizes] = {}
+    for name, config in policies.items():
+        is_trained = name in recipe.trained or recipe.shares_weights
+        sizes[name] = RecipeSizes(config, is_trained, len(policies) == 1 or name == scored)
+    # Tracks of one network keep the same weights, so nothing is added up.
+    for name, each in sizes.items() if not recipe.shares_weights else ():
+        each.others = {other: sizes[other] for other in sizes if other != name}
+    return sizes
 
 
 def _settings(
@@ -241,8 +337,7 @@ def decoding_of(config: RecipeConfig, sampling: Sampling, tiled: bool) -> Decodi
     if not isinstance(owner, Decodes) or not isinstance(sampling, DiffusionSamplingParams) or path is None:
         return DecodingCost()
     vae_dtype, dtype = (cast(Any, config.bundle.require(name, str)) for name in ("vae_dtype", "dtype"))  # checked words
-    family = owner.family
-    return family.decoding(path, sampling, config.model_revision, family.vae_dtype(vae_dtype, dtype), tiled)
+    return owner.decoding(path, sampling, config.model_revision, vae_dtype=vae_dtype, dtype=dtype, tiled=tiled)
 
 
 def _stored(estimate: ModelEstimate, sampling: Sampling, guided: bool) -> Stored:

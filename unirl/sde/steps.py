@@ -134,6 +134,28 @@ class LastSteps:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ListedSteps:
+    """The same steps in each step of the loop, at some fractions of the trajectory."""
+
+    at: tuple[float, ...]
+    """Fractions of T in order: 0.3 is step 3 of 10."""
+
+    def __post_init__(self) -> None:
+        if not self.at or list(self.at) != sorted(set(self.at)) or not 0.0 <= self.at[0] <= self.at[-1] < 1.0:
+            raise ValueError(f"ListedSteps.at must be rising fractions of T within [0, 1), got {list(self.at)}")
+
+    def choose(self, step: int, num_inference_steps: int, seed: int) -> tuple[int, ...]:
+        """int(T f) of each fraction f. Raises ValueError if two of them are equal, or if one is the last step."""
+        chosen = tuple(int(num_inference_steps * fraction + 1e-9) for fraction in self.at)  # 0.29 * 100 is below 29
+        if len(set(chosen)) < len(chosen) or chosen[-1] > num_inference_steps - 2:
+            raise ValueError(
+                f"ListedSteps.at={list(self.at)} gives the steps {list(chosen)} of num_inference_steps="
+                f"{num_inference_steps}, which must differ and come before the last. Use other fractions, or more steps"
+            )
+        return chosen
+
+
+@dataclass(frozen=True, kw_only=True)
 class RandomTail(StepRange):
     """All steps from a random first one, which lies in the range, to the end: AlignProp, arXiv:2310.03739."""
 

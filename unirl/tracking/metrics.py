@@ -17,6 +17,8 @@ METRICS: Mapping[str, str] = {
     "rollout/filtered_group_ratio": "share of groups that `advantage.select` excludes",
     "rollout/selected_ratio": "share of scored samples that are trained",
     "rollout/kept_prompt_ratio": "share of samples drawn from the original prompt: the rewrite is empty or equal",
+    "rollout/cut_rewrite_ratio": "share of samples whose rewrite is longer than the text encoder reads "
+    "(`sampling.max_sequence_length`): its end has no effect",
     "rollout/own_history_ratio": "share of samples that are compared with earlier rewards of their own prompt",
     "rollout/adv_abs_mean": "mean absolute advantage",
     "rollout/parity_absdiff_max": "largest |log-prob of the engine - replayed log-prob|, nats; 0 when exact",

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from unirl.algorithms.base import StageAlgorithm
+from unirl.algorithms.shared.advantages import GroupAdvantage
 from unirl.config.build import build
 from unirl.config.device_sets import DeviceSet
 from unirl.config.failures import Session, failure_of
@@ -27,7 +29,7 @@ from unirl.plan.machine import check_machine, check_memory, is_elsewhere
 from unirl.plan.placement import capabilities_of, plan_of
 from unirl.plan.preflight import check_disk, needs_of, of_policy, trainer_class
 from unirl.plan.prompts import load_data
-from unirl.plan.sizes import RecipeSizes
+from unirl.plan.sizes import RecipeSizes, sizes_of_policies
 from unirl.plan.threads import ThreadChoice, in_use, threads_of
 from unirl.plan.tiling import choose_tiling, leaves_tiling_open, tiling_key, with_tiling
 from unirl.reward.base import RewardScorer
@@ -49,10 +51,12 @@ from unirl.trainer.residency import Phases, Residency, Roles
 from unirl.trainer.resume import check_resumable, continued, resume_point
 from unirl.trainer.run_folder import continuation, open_tracker, run_root
 from unirl.trainer.run_state import RunState, environment, recorded_threads, saved_choices
+from unirl.types.credit import CREDIT_RULES
 from unirl.types.device import DeviceKind
 from unirl.types.facts import ModelFacts
 from unirl.types.progress import Heartbeat, reporting_to
 from unirl.types.protocols import DataSource, Stateful
+from unirl.types.rollout_resp import AdvantageEstimator
 
 
 @contextmanager
@@ -83,10 +87,10 @@ def build_trainer(
         tracker = open_tracker(recipe, root, session.argv if session else (), threads)
     if session is not None:
         session.run_dir = root
-    sizes = {
-        name: RecipeSizes(config if resume.checkpoint is None else continued(config))
-        for name, config in recipe.policies.items()
-    }
+    policies = recipe.policies
+    if resume.checkpoint is not None:
+        policies = {name: continued(config) for name, config in policies.items()}
+    sizes = sizes_of_policies(recipe, policies)
     with (
         recorded_end(tracker),
         in_use(threads),
@@ -142,7 +146,7 @@ def pool_of(sizes: Mapping[str, RecipeSizes], tracker: Tracker, threads: ThreadC
 def check_device_memory(
     sizes: Mapping[str, RecipeSizes], warn: Callable[[str], None], devices: DeviceSet, kind: DeviceKind
 ) -> None:
-    """Refuse a device that is too small for any of the policies. Each one is counted by itself."""
+    """Refuse a device that is too small for any of the policies with what the others keep on it."""
     for name, policy in sizes.items():
         with of_policy(name, policy.config):
             check_memory(policy, kind, warning_of(name, policy.config, warn), devices)
@@ -174,7 +178,7 @@ def assemble(
     """
     config = recipe.config
     domain = trainer_class(config)
-    advantage = build(config.advantage)
+    advantage = estimator_of(recipe)
     on_failure = config.reward.get("on_failure", Node)
     # A reward of a class other than ours stops at the first sample that cannot be scored.
     drops = DropBudget(STRICT if on_failure is None else build(on_failure))
@@ -209,7 +213,7 @@ def assemble(
         timers=tracker.timers,
         pool=pool,
         residencies={
-            learner.track: Residency(plan, learner.roles, owns_reward=learner.track == domain.track)
+            learner.track: Residency(plan, learner.roles, owns_reward=domain.track in learner.tracks)
             for learner in learners.values()
             for plan in [plan_of(learner.tracks[learner.track].config)]
         },
@@ -230,6 +234,15 @@ def assemble(
         credit_rule=recipe.credit,
     )
     return trainer
+
+
+def estimator_of(recipe: Recipe) -> AdvantageEstimator:
+    """The estimator of advantages, with the baseline that the rule of credit sets."""
+    estimator: AdvantageEstimator = build(recipe.config.advantage)
+    if not CREDIT_RULES[recipe.credit].leave_one_out:
+        return estimator
+    assert isinstance(estimator, GroupAdvantage), "preflight refuses another estimator with this rule"
+    return estimator.leaving_one_out()
 
 
 def engine_of(recipe: Recipe, learners: Mapping[str, Learner], phases: Phases) -> RolloutEngine:
@@ -286,7 +299,7 @@ def place_learner(
     plan, tiling = plan_of(tracks[last].config), tiling_key(tracks[last].config)
     tiles = tiling_of(tracks[last], pool.group(plan.rollout), saved.get(tiling), tracker.choice)
     if tiles is not None:
-        tracks = {name: RecipeSizes(with_tiling(sizes.config, tiles)) for name, sizes in tracks.items()}
+        tracks = {name: replace(sizes, config=with_tiling(sizes.config, tiles)) for name, sizes in tracks.items()}
         chosen |= {tiling: tiles}
     configs = {name: sizes.config for name, sizes in tracks.items()}
     place_roles = place_dedicated if plan.is_dedicated else place_trainside

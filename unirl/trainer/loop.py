@@ -25,16 +25,17 @@ from unirl.reward.service import RewardService
 from unirl.rollout.engine.base import RolloutEngine
 from unirl.trainer.evaluation import Evaluator
 from unirl.trainer.learner import Learner, fraction_done
-from unirl.trainer.monitoring import Monitor, reward_metrics, sync_metrics
+from unirl.trainer.monitoring import Monitor, reward_metrics, selection_metrics, sync_metrics
 from unirl.trainer.overlap import OverlappedScoring
 from unirl.trainer.refill import StepSamples
 from unirl.trainer.requests import RequestMaker, check_versions
 from unirl.trainer.residency import Phases
 from unirl.trainer.run_state import RunState
+from unirl.types.credit import CREDIT_RULES, CreditName
 from unirl.types.evaluation import EvalResult
 from unirl.types.protocols import DataSource, State
 from unirl.types.results import values
-from unirl.types.rollout_resp import AdvantageEstimator, RewardOp, RolloutResp
+from unirl.types.rollout_resp import AdvantageEstimator, RolloutResp
 
 
 class Trainer:
@@ -57,13 +58,14 @@ class Trainer:
         drops: DropBudget,
         state: RunState,
         phases: Phases,
-        credit_rule: RewardOp = "mean",
+        credit_rule: CreditName = "mean",
     ) -> None:
         """
         Args:
             learners: the policies, that of the first track first.
             rollout: the engine that samples all tracks.
-            credit_rule: the reward of a row of a parent track, from the rewards of its children.
+            advantage: for the rule `leave_one_out`, an estimator that leaves one out.
+            credit_rule: the reward of a row of a parent track, and which of its children are trained.
         """
         self.config = config
         self.learners = learners
@@ -163,6 +165,9 @@ class Trainer:
     def credit(self, step: int, resp: RolloutResp, scored: RolloutResp | None = None) -> RolloutResp:
         """Rewards up the tree and one advantage per row; a track without rewards takes its parent's advantages.
 
+        A rule that trains only the best child of a parent sets the weight of the others to 0 after their advantages are
+        known, so that the best one is compared with them.
+
         Args:
             scored: all samples of the step, whose rewards are reported; `resp` when absent.
         """
@@ -177,6 +182,9 @@ class Trainer:
             credited, metrics = track.compute_advantages(self.advantage, progress, name)
             resp = resp.with_track(name, credited)
             self.monitor.record(name, values(metrics) | reward_metrics(scored.tracks[name]))
+            if CREDIT_RULES[self.credit_rule].best_only:
+                resp = resp.only_best(name)
+                self.monitor.record(name, selection_metrics(track, resp.tracks[name]))
         return resp
 
     def learn(self, step: int, resp: RolloutResp) -> None:

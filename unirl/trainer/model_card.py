@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,10 +70,11 @@ def _public_name(path: str | None) -> str | None:
     return Path(path).name if path is not None and Path(path).exists() else path
 
 
-def _class_of(folder: Path) -> str:
-    """The class of transformers that loads the network with its head, by its config.json."""
+def _class_of(folder: Path) -> str | None:
+    """The class of transformers that loads the network with its head, by its config.json. None if it has no such."""
     classes = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures")
-    return str(classes[0]) if classes else "AutoModel"
+    name = str(classes[0]) if classes else ""
+    return name if getattr(importlib.import_module("transformers"), name, None) is not None else None
 
 
 def _is_built_in(path: str | None) -> bool:
@@ -104,7 +106,7 @@ def _use(folder: Path, library: str, format: str, base: str | None) -> Iterator[
         yield ""
         yield f'model = PeftModel.from_pretrained(base, ".")  # base: the trained network of {_public_name(base)!r}'
     else:
-        kind = "DiffusionPipeline" if library == "diffusers" else _class_of(folder)
+        kind = "DiffusionPipeline" if library == "diffusers" else str(_class_of(folder))
         yield f"from {library} import {kind}"
         yield ""
         yield from _load_full(folder, kind)
@@ -143,8 +145,10 @@ def _limits(difference: float | None) -> Iterator[str]:
 def _library(folder: Path, format: str) -> str:
     """The library that loads an export."""
     if format == "full":
-        known = {MODEL_INDEX: "diffusers", CONFIG: "transformers"}
-        return next((library for file, library in known.items() if (folder / file).is_file()), OWN_LAYOUT)
+        if (folder / MODEL_INDEX).is_file():
+            return "diffusers"
+        is_known = (folder / CONFIG).is_file() and _class_of(folder) is not None
+        return "transformers" if is_known else OWN_LAYOUT
     return "peft" if format == "peft" else "diffusers"
 
 

@@ -63,7 +63,7 @@ class Monitor:
             done: the number of steps finished after this one.
         """
         for name, track in resp.tracks.items():
-            self.record(name, {**track.segment.statistics(), **kept_prompts(req, resp, track)})
+            self.record(name, {**track.segment.statistics(), **rewrite_metrics(req, resp, track)})
         track = resp.tracks[self.track]
         reasons = {**drop_reasons(track), **selected.reasons}
         dropped = sum(reasons.values())
@@ -175,6 +175,12 @@ def reward_metrics(track: RolloutTrack) -> dict[str, float]:
     return metrics
 
 
+def selection_metrics(scored: RolloutTrack, trained: RolloutTrack) -> dict[str, float]:
+    """The share of the scored rows of a track that are trained."""
+    num_scored = int((scored.weight > 0).sum())
+    return {"rollout/selected_ratio": int((trained.weight > 0).sum()) / max(num_scored, 1)}
+
+
 def _spread(name: str, scores: Tensor) -> dict[str, float]:
     scores = scores.double()
     return {f"reward/{name}_mean": float(scores.mean()), f"reward/{name}_std": float(scores.std(correction=0))}
@@ -227,13 +233,19 @@ def facts_of(req: RolloutReq, track: RolloutTrack) -> list[Facts]:
     return [{**facts, REWRITE: rewrite} if rewrite != prompt else facts for facts, prompt, rewrite in rewrites]
 
 
-def kept_prompts(req: RolloutReq, resp: RolloutResp, track: RolloutTrack) -> dict[str, float]:
-    """The share of samples of a child track that were sampled from the original prompt; nothing for a root track."""
+def rewrite_metrics(req: RolloutReq, resp: RolloutResp, track: RolloutTrack) -> dict[str, float]:
+    """How a child track used its rewrites: the shares of samples from the original prompt, and from one that was cut.
+
+    Nothing for a root track.
+    """
     if track.parent_track is None or track.prompts is None:
         return {}
     prompts = req.prompts()
     kept = [prompts[row] == text for row, text in zip(root_rows(req, resp, track), track.prompts, strict=True)]
-    return {"rollout/kept_prompt_ratio": sum(kept) / len(kept)}
+    metrics = {"rollout/kept_prompt_ratio": sum(kept) / len(kept)}
+    if track.cut_prompts is not None:
+        metrics["rollout/cut_rewrite_ratio"] = sum(track.cut_prompts) / len(kept)
+    return metrics
 
 
 def scored_rows(track: RolloutTrack) -> list[int]:

@@ -6,26 +6,19 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Generic, Literal, Protocol, Self, cast
+from typing import Generic, Protocol, Self, cast
 
 import torch
 from torch import Tensor
 
 from unirl.types.batch import Batch, HeavyChange, map_value, row, shared
 from unirl.types.conditions import Conditions
+from unirl.types.credit import CREDIT_RULES, CreditRule, RewardOp
 from unirl.types.primitives import Decoded
 from unirl.types.results import Metrics
 from unirl.types.reward import Answer, Failures
 from unirl.types.rows import Rows
 from unirl.types.segments import SegmentT, SegmentT_co
-
-RewardOp = Literal["mean", "max", "sum", "last"]
-_REDUCTIONS: dict[RewardOp, Callable[[Tensor], Tensor]] = {
-    "mean": lambda r: r.mean(),
-    "max": lambda r: r.max(),
-    "sum": lambda r: r.sum(),
-    "last": lambda r: r[-1],
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +58,7 @@ class RolloutTrack(Batch, Generic[SegmentT_co]):
     parent_track: str | None = shared(default=None)
     parent_ids: list[str] | None = row(optional=True)
     prompts: list[str] | None = row(optional=True)  # read by losses that differentiate the reward
+    cut_prompts: list[bool] | None = row(optional=True)  # longer than the text encoder reads; None = not known
     conditions: Conditions = row()
     segment: SegmentT_co = row()
     decoded: Decoded | None = row(optional=True)
@@ -218,7 +212,7 @@ class RolloutResp(Rows):
         return resp
 
     def propagate_rewards(self, op: RewardOp = "mean") -> RolloutResp:
-        """Rewards propagated up the tree: a row without a reward gets `op` over its children of weight > 0.
+        """Rewards propagated up the tree: a row without a reward gets one from its children of weight > 0, by a rule.
 
         A track that already has rewards keeps them. A track without rewards below a scored track stays without: it can
         inherit advantages. Raises ValueError if any other leaf has no rewards, if a track without rewards has two child
@@ -229,6 +223,19 @@ class RolloutResp(Rows):
             if resp.tracks[name].rewards is None and not resp._can_inherit(name):
                 resp = resp.with_track(name, resp._rewarded(name, op))
         return resp
+
+    def only_best(self, name: str) -> RolloutResp:
+        """The response in which only the best child of each parent keeps its weight in track `name`.
+
+        The best child has the highest reward of those of weight > 0; of several, it is the first. A track without a
+        parent or without rewards stays as it is.
+        """
+        track = self.tracks[name]
+        if track.parent_track is None or track.rewards is None:
+            return self
+        best = {row for members in self._rewarded_children(name, best_only=True) for row in members}
+        is_best = torch.tensor([row in best for row in range(len(track))], device=track.weight.device)
+        return self.with_track(name, track.replace(weight=track.weight.where(is_best, 0.0)))
 
     def inherit_advantages(self, name: str) -> RolloutResp:
         """Advantages propagated down: every row of track `name` gets the advantage of its parent row.
@@ -271,19 +278,30 @@ class RolloutResp(Rows):
             raise ValueError(f"track {name!r} is a leaf without rewards: score it first")
         if len(children) > 1:
             raise ValueError(f"track {name!r} has children {children}: it is not defined which rewards to take")
+        rule = CREDIT_RULES[op]
         parent, child = self.tracks[name], self.tracks[children[0]]
-        rows = [[i for i in members if child.weight[i] > 0] for members in self._children_of_rows(children[0])]
+        rows = self._rewarded_children(children[0], rule.best_only)
         for sample, weight, members in zip(parent.sample_ids, parent.weight, rows, strict=True):
             if weight > 0 and not members:
                 raise ValueError(f"row {sample!r} of track {name!r} has no child of weight > 0 in {children[0]!r}")
         assert child.rewards is not None
-        components = {part: _reduced(scores, rows, op) for part, scores in (child.component_rewards or {}).items()}
-        return parent.replace(rewards=_reduced(child.rewards, rows, op), component_rewards=components or None)
+        components = {part: _reduced(scores, rows, rule) for part, scores in (child.component_rewards or {}).items()}
+        return parent.replace(rewards=_reduced(child.rewards, rows, rule), component_rewards=components or None)
+
+    def _rewarded_children(self, name: str, best_only: bool) -> list[list[int]]:
+        """For each row of the parent track, its children of weight > 0 in track `name`, or only the best of them."""
+        track = self.tracks[name]
+        assert track.rewards is not None
+        rewards, weight = track.rewards.tolist(), track.weight.tolist()
+        rows = [[row for row in members if weight[row] > 0] for members in self._children_of_rows(name)]
+        if not best_only:
+            return rows
+        return [[max(members, key=lambda row: rewards[row])] if members else [] for members in rows]
 
 
-def _reduced(scores: Tensor, rows: Sequence[list[int]], op: RewardOp) -> Tensor:
-    """[B] float32 `op` over the scores of the children of each row; 0 for a row without children."""
-    return torch.stack([_REDUCTIONS[op](scores[of]) if of else scores.new_zeros(()) for of in rows]).float()
+def _reduced(scores: Tensor, rows: Sequence[list[int]], rule: CreditRule) -> Tensor:
+    """[B] float32 reward of each parent from the scores of its children; 0 for a parent without children."""
+    return torch.stack([rule.reduce(scores[of]) if of else scores.new_zeros(()) for of in rows]).float()
 
 
 def _occurrences(ids: Sequence[str]) -> list[int]:

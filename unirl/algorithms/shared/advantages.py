@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -213,6 +213,10 @@ class GroupAdvantage(Estimator):
         super().__post_init__()
         check_key(0.0 <= self.trim < 0.5, "advantage.trim", "lie in [0, 0.5)", self.trim, "0 leaves out nothing")
 
+    def leaving_one_out(self) -> GroupAdvantage:
+        """This estimator with `SIBLING_BASELINE`: A = r - mean of the other rewards of the group."""
+        return replace(self, **SIBLING_BASELINE)
+
     def standardize(self, reward: WeightedReward, groups: Groups, scores: Scores) -> Standardized:
         values, batch = reward.values, Groups.one(groups.weights)
         centre = batch if self.scope == "global" else groups
@@ -228,6 +232,15 @@ class GroupAdvantage(Estimator):
             all_equal = all_equal | scale.all_equal(values)[scale.index]
         return Standardized(advantages, all_equal, {})
 
+
+SIBLING_BASELINE: Mapping[str, Any] = {
+    "std": "none",
+    "scope": "group",
+    "leave_one_out": True,
+    "trim": 0.0,
+    "clip": None,
+}
+"""The settings of `GroupAdvantage` that make it RLOO (arXiv:2402.14740)."""
 
 Histories = dict[str, deque[float]]
 """Prompt id -> its last rewards, oldest first."""

@@ -25,7 +25,7 @@ from unirl.models.loading.adapter_sources import (
 )
 from unirl.models.loading.checkpoint import TOY, VAE, DiffusersFamily
 from unirl.models.loading.dtypes import cast_module, dtype_in
-from unirl.models.loading.estimate import ModelEstimate
+from unirl.models.loading.estimate import DecodingCost, ModelEstimate
 from unirl.models.loading.hub import components as components_of
 from unirl.models.loading.hub import quiet_libraries
 from unirl.models.loading.lora import adapted_layers
@@ -50,6 +50,14 @@ class TextEncoder(UsesComponents, Protocol):
 
     def encode(self, texts: Sequence[str], max_sequence_length: int) -> TextCondition:
         """One row per text. Each row depends only on its text and on the length."""
+
+
+@runtime_checkable
+class MeasuringTextEncoder(TextEncoder, Protocol):
+    """A text encoder that can say which prompts are too long for it. It reads their beginning alone."""
+
+    def cuts(self, texts: Sequence[str], max_sequence_length: int) -> list[bool]:
+        """True for each text of which `encode` leaves out tokens in the encoder that reads the longest texts."""
 
 
 @runtime_checkable
@@ -112,13 +120,38 @@ class NetworkDenoiser(ABC):
         """v [B, *latent] fp32 at x [B, *latent] fp32 and sigma [B] fp32, given `text` and the family's conditions."""
 
 
-class DiffusionBundle(Bundle):
-    """A bundle of a denoising model. Each method builds one component that the pipeline uses."""
+class LatentBundle(Bundle):
+    """A bundle of a model whose samples are latents, which a decoder turns into pixels."""
 
     facts: LatentFacts
 
+    @abstractmethod
     def stage(self) -> DiffusionStage:
         """The trained network as a policy that samples and replays trajectories."""
+
+    @abstractmethod
+    def decoder(self) -> Decoder:
+        """The decoder of latents."""
+
+    def encoder(self) -> Encoder:
+        """The encoder of pixels, used to train on recorded images. Raises IncompatibleError if there is none."""
+        raise IncompatibleError(
+            f"{type(self).__name__} has no encoder of images, so it cannot be trained on recorded images: implement "
+            "`encoder()`, or let the policy sample its own images"
+        )
+
+    def require(self, names: Sequence[str], task: str) -> list[nn.Module]:
+        """The components that `task` needs, in order. Raises ValueError if some were not loaded."""
+        missing = [name for name in names if name not in self.modules]
+        if missing:
+            raise ValueError(f"this bundle was built without {', '.join(missing)}, so it cannot {task}")
+        return [self.modules[name] for name in names]
+
+
+class DiffusionBundle(LatentBundle):
+    """A bundle of a denoising model with text encoders. Each method builds one component that the pipeline uses."""
+
+    def stage(self) -> DiffusionStage:
         return DiffusionStage(self.denoiser(), self.facts, self.dtype)
 
     @abstractmethod
@@ -129,20 +162,9 @@ class DiffusionBundle(Bundle):
     def text_encoder(self) -> TextEncoder:
         """The encoder of prompts."""
 
-    @abstractmethod
-    def decoder(self) -> Decoder:
-        """The decoder of latents."""
-
     def condition_image_encoder(self) -> ConditionImageEncoder | None:
         """The encoder of condition images. None if the model takes none."""
         return None
-
-    def encoder(self) -> Encoder:
-        """The encoder of pixels, used to train on recorded images. Raises IncompatibleError if there is none."""
-        raise IncompatibleError(
-            f"{type(self).__name__} has no encoder of images, so it cannot be trained on recorded images: implement "
-            "`encoder()`, or let the policy sample its own images"
-        )
 
 
 class DiffusersBundle(DiffusionBundle):
@@ -218,6 +240,20 @@ class DiffusersBundle(DiffusionBundle):
         """Parameter counts of a model that is not loaded."""
         return cls.family.estimate(path, revision)
 
+    @classmethod
+    def decoding(
+        cls,
+        path: str,
+        sampling: DiffusionSamplingParams,
+        revision: str | None = None,
+        *,
+        vae_dtype: VaeDtype,
+        dtype: DtypeName,
+        tiled: bool,
+    ) -> DecodingCost:
+        """The cost of decoding one sample of a model that is not loaded, in tiles or whole."""
+        return cls.family.decoding(path, sampling, revision, cls.family.vae_dtype(vae_dtype, dtype), tiled)
+
     # Weights
 
     def _directory(self) -> Path | None:
@@ -274,13 +310,6 @@ class DiffusersBundle(DiffusionBundle):
         if unexpected:
             raise ValueError(f"the trained module has no parameter {unexpected[0]!r} ({len(unexpected)} unknown names)")
         return module
-
-    def require(self, names: Sequence[str], task: str) -> list[nn.Module]:
-        """The components that `task` needs, in order. Raises ValueError if some were not loaded."""
-        missing = [name for name in names if name not in self.modules]
-        if missing:
-            raise ValueError(f"this bundle was built without {', '.join(missing)}, so it cannot {task}")
-        return [self.modules[name] for name in names]
 
     def _load(self, name: str) -> nn.Module:
         dtype = self.vae_dtype if name == VAE else self.dtype

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from unirl.models.cache import BoundedCache
 from unirl.models.chunks import padded_chunks, round_up, text_multiple
-from unirl.models.denoising.bundle import DiffusionBundle, MultimodalTextEncoder, TextEncoder
+from unirl.models.denoising.bundle import DiffusionBundle, MeasuringTextEncoder, MultimodalTextEncoder, TextEncoder
 from unirl.types.conditions import TextCondition, TextEmbedCondition
 from unirl.types.progress import progress
 
@@ -76,6 +76,14 @@ class PromptEmbeddings(Generic[ConditionT]):
         if self.text_multiple is None or not isinstance(table, TextEmbedCondition):
             return condition
         return condition.replace(lengths=[common_lengths(table, self.text_multiple)] * len(prompts))
+
+    def cut(self, texts: Sequence[str], max_sequence_length: int) -> list[bool] | None:
+        """True for each text that is longer than the encoder reads. None for an encoder that cannot say."""
+        if not isinstance(self.encoder, MeasuringTextEncoder):
+            return None
+        distinct = list(dict.fromkeys(texts))
+        is_cut = dict(zip(distinct, self.encoder.cuts(distinct, max_sequence_length), strict=True))
+        return [is_cut[text] for text in texts]
 
     def _encode(
         self, prompts: list[Prompt], max_sequence_length: int, pixels: dict[str, Tensor]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar, Generic, Literal, TypeVar
@@ -12,7 +13,7 @@ from torch import Tensor
 from unirl.config.errors import DataError, IncompatibleError
 from unirl.models.base import CANARY_IDS, CANARY_PROMPTS, LatentCanaryInputs, response_of
 from unirl.models.chunks import balanced_chunk_size, map_chunks, padded_chunks, select_conditions
-from unirl.models.denoising.bundle import DiffusionBundle
+from unirl.models.denoising.bundle import DiffusionBundle, LatentBundle
 from unirl.models.denoising.decoding import PixelRows, decoding_thread
 from unirl.models.denoising.embeddings import ConditionImages, PromptEmbeddings
 from unirl.models.denoising.stage import DiffusionStage
@@ -31,6 +32,7 @@ from unirl.types.rollout_resp import RolloutResp
 from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import LatentSegment
 
+LatentBundleT = TypeVar("LatentBundleT", bound=LatentBundle, covariant=True)
 BundleT = TypeVar("BundleT", bound=DiffusionBundle, covariant=True)
 
 VIDEO = Capabilities(modalities=("video",))
@@ -39,19 +41,17 @@ CANARY_SIDE_TOKENS = 4
 CANARY_SEQUENCE_LENGTH = 32
 
 
-class DiffusionPipeline(Generic[BundleT]):
-    """Generates images or videos from texts (and images) with the components of one bundle."""
+class LatentPipeline(ABC, Generic[LatentBundleT]):
+    """Generates images or videos from prompts: encodes them, samples latents, and decodes these."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(modalities=("image",))
     """Video families set `VIDEO`."""
 
     def __init__(
         self,
-        bundle: BundleT,
+        bundle: LatentBundleT,
         *,
-        encode_batch_size: int = 8,
         decode_batch_size: int = 8,
-        embedding_cache_gb: float = 2.0,
         keep_resident: bool = True,
         vae_tiling: bool | Literal["auto"] = "auto",
         vae_slicing: bool = False,
@@ -59,9 +59,7 @@ class DiffusionPipeline(Generic[BundleT]):
     ) -> None:
         """
         Args:
-            encode_batch_size: number of prompts per forward of the text encoders.
             decode_batch_size: number of latents or images per forward of the VAE.
-            embedding_cache_gb: main memory for cached text embeddings, GiB; 0 disables the cache.
             keep_resident: False moves encoders and VAE to the device only while they run.
             vae_tiling: run the VAE on overlapping tiles of large images or videos, which needs less memory and changes
                 pixels at the seams. A run with the word "auto" does so only where one sample at a time does not fit
@@ -73,10 +71,6 @@ class DiffusionPipeline(Generic[BundleT]):
         self.facts = bundle.facts
         self.stage = bundle.stage()
         self.decoder = bundle.decoder()
-        self.embed: PromptEmbeddings[TextCondition] = PromptEmbeddings(
-            bundle, bundle.text_encoder(), batch_size=encode_batch_size, cache_gb=embedding_cache_gb
-        )
-        self.condition_image_encoder = bundle.condition_image_encoder()
         self.decode_batch_size = decode_batch_size
         self.decode_ahead = decode_ahead
         for option, wanted in (("tiling", vae_tiling), ("slicing", vae_slicing)):
@@ -88,6 +82,27 @@ class DiffusionPipeline(Generic[BundleT]):
     def stage_of(self, track: str) -> DiffusionStage:
         """The policy, by any name."""
         return self.stage
+
+    @abstractmethod
+    def encode(
+        self,
+        texts: Sequence[str],
+        params: DiffusionSamplingParams,
+        images: Sequence[ConditionImages] | None = None,
+    ) -> Conditions:
+        """The conditions of prompts, with those of the negative prompt if guidance is active.
+
+        Args:
+            images: the images of each prompt, in the size of the sample. None if the prompts have no images.
+        """
+
+    def cut_prompts(self, texts: Sequence[str], params: DiffusionSamplingParams) -> list[bool] | None:
+        """True for each prompt that is longer than the model reads. None if that is not known."""
+        return None
+
+    def replayed(self, conditions: Conditions, latents: Tensor) -> Conditions:
+        """The conditions on which a replay of samples `latents` [B, *latent] depends; those of sampling by default."""
+        return conditions
 
     def sigmas(self, params: DiffusionSamplingParams) -> Tensor:
         """Sigmas [T + 1] float32: the explicit schedule of `params`, or the model's own."""
@@ -118,7 +133,8 @@ class DiffusionPipeline(Generic[BundleT]):
         else:
             segment = LatentSegment.concat(list(chunks))
             self._decode(pixels, 0, segment.final)
-        return response_of(req, conditions, segment, pixels.arrived(req.sample_ids, self.facts.fps))
+        conditions, cut = self.replayed(conditions, segment.final), self.cut_prompts(req.prompts(), params)
+        return response_of(req, conditions, segment, pixels.arrived(req.sample_ids, self.facts.fps), cut)
 
     def record(self, req: RolloutReq, images: Images) -> RolloutResp:
         """The response for recorded images, one per row of the request: their latents, without a trajectory."""
@@ -126,7 +142,7 @@ class DiffusionPipeline(Generic[BundleT]):
         conditions = self.encode(req.prompts(), params, self._condition_images(req, params))
         noise = NoiseSource(params.seed, req.purpose, req.step)
         segment = self.stage.record(self.latents_of(images), params, noise)
-        return response_of(req, conditions, segment, images)
+        return response_of(req, self.replayed(conditions, segment.final), segment, images)
 
     def canary_inputs(self) -> LatentCanaryInputs:
         """Fixed prompts, encoded by the pipeline's own encoders, and keyed noise at sigma 0.5."""
@@ -136,30 +152,13 @@ class DiffusionPipeline(Generic[BundleT]):
         )
         fewest, _ = self.facts.condition_images
         grey = ConditionImages.of(torch.full((fewest, 3, side, side), 0.5)) if fewest else None
+        x = NoiseSource(0, "eval", 0).normal(list(CANARY_IDS), "x", self.facts.latent_shape(params))
+        conditions = self.encode(CANARY_PROMPTS, params, None if grey is None else [grey] * len(CANARY_PROMPTS))
         return LatentCanaryInputs(
-            x=NoiseSource(0, "eval", 0).normal(list(CANARY_IDS), "x", self.facts.latent_shape(params)),
+            x=x,
             sigma=torch.full((len(CANARY_PROMPTS),), CANARY_SIGMA),
-            conditions=self.encode(CANARY_PROMPTS, params, None if grey is None else [grey] * len(CANARY_PROMPTS)),
+            conditions=self.replayed(conditions, to_device(x, self.bundle.device)),
         )
-
-    def encode(
-        self,
-        texts: Sequence[str],
-        params: DiffusionSamplingParams,
-        images: Sequence[ConditionImages] | None = None,
-    ) -> Conditions:
-        """The conditions of prompts: `text`, `negative_text` if guidance is active, and conditions from their images.
-
-        Args:
-            images: the images of each prompt, in the size of the sample. None if the prompts have no images.
-        """
-        length = params.max_sequence_length
-        conditions: Conditions = {"text": self.embed(texts, length, images)}
-        if self.facts.guidance_of(params).active:
-            conditions[NEGATIVE + "text"] = self.embed([params.negative_prompt] * len(texts), length, images)
-        if images is not None:
-            conditions |= self._image_conditions(images, params)
-        return conditions
 
     def decode(self, latents: Tensor) -> Images | Videos:
         """The images or videos of latents [B, *latent], on the host."""
@@ -220,6 +219,75 @@ class DiffusionPipeline(Generic[BundleT]):
             images[uris] = ConditionImages.of(torch.stack(pixels))
         return [images[uris] for uris in rows]
 
+    def _sampled(
+        self, req: RolloutReq, params: DiffusionSamplingParams, conditions: Conditions, chunk_size: int
+    ) -> Iterator[LatentSegment]:
+        """The segments of the request, chunk by chunk."""
+        noise = NoiseSource(params.seed, req.purpose, req.step)
+        start_ids = req.group_ids if params.init_same_noise else req.sample_ids
+        multiple = self.facts.batch_multiple
+        size = balanced_chunk_size(len(req), chunk_size, multiple)
+        for chunk in padded_chunks(len(req), size, multiple):
+            rows = list(chunk.rows)
+            x_T = self.initial_noise(noise, [start_ids[row] for row in rows], params)  # noqa: N806
+            ids = [req.sample_ids[row] for row in rows]
+            segment = self.stage.sample(select_conditions(conditions, rows), x_T, params, noise, ids)
+            progress("sample", len(req), chunk.rows[0] + chunk.num_real)
+            yield segment.slice(0, chunk.num_real)
+
+
+class DiffusionPipeline(LatentPipeline[BundleT]):
+    """Generates images or videos from texts (and images) with the components of one bundle."""
+
+    def __init__(
+        self,
+        bundle: BundleT,
+        *,
+        encode_batch_size: int = 8,
+        decode_batch_size: int = 8,
+        embedding_cache_gb: float = 2.0,
+        keep_resident: bool = True,
+        vae_tiling: bool | Literal["auto"] = "auto",
+        vae_slicing: bool = False,
+        decode_ahead: bool = False,
+    ) -> None:
+        """See `LatentPipeline`.
+
+        Args:
+            encode_batch_size: number of prompts per forward of the text encoders.
+            embedding_cache_gb: main memory for cached text embeddings, GiB; 0 disables the cache.
+        """
+        self.embed: PromptEmbeddings[TextCondition] = PromptEmbeddings(
+            bundle, bundle.text_encoder(), batch_size=encode_batch_size, cache_gb=embedding_cache_gb
+        )
+        self.condition_image_encoder = bundle.condition_image_encoder()
+        super().__init__(
+            bundle,
+            decode_batch_size=decode_batch_size,
+            keep_resident=keep_resident,
+            vae_tiling=vae_tiling,
+            vae_slicing=vae_slicing,
+            decode_ahead=decode_ahead,
+        )
+
+    def cut_prompts(self, texts: Sequence[str], params: DiffusionSamplingParams) -> list[bool] | None:
+        return self.embed.cut(texts, params.max_sequence_length)
+
+    def encode(
+        self,
+        texts: Sequence[str],
+        params: DiffusionSamplingParams,
+        images: Sequence[ConditionImages] | None = None,
+    ) -> Conditions:
+        """`text` of prompts, `negative_text` if guidance is active, and the conditions from their images."""
+        length = params.max_sequence_length
+        conditions: Conditions = {"text": self.embed(texts, length, images)}
+        if self.facts.guidance_of(params).active:
+            conditions[NEGATIVE + "text"] = self.embed([params.negative_prompt] * len(texts), length, images)
+        if images is not None:
+            conditions |= self._image_conditions(images, params)
+        return conditions
+
     def _image_conditions(self, images: Sequence[ConditionImages], params: DiffusionSamplingParams) -> Conditions:
         """The conditions from images. Each distinct set of images is encoded once."""
         if self.condition_image_encoder is None:
@@ -239,19 +307,3 @@ class DiffusionPipeline(Generic[BundleT]):
         rows = [keys.index(image.key) for image in images]
         joined = {name: type(c).concat([part[name] for part in parts]) for name, c in parts[0].items()}
         return select_conditions(joined, rows)
-
-    def _sampled(
-        self, req: RolloutReq, params: DiffusionSamplingParams, conditions: Conditions, chunk_size: int
-    ) -> Iterator[LatentSegment]:
-        """The segments of the request, chunk by chunk."""
-        noise = NoiseSource(params.seed, req.purpose, req.step)
-        start_ids = req.group_ids if params.init_same_noise else req.sample_ids
-        multiple = self.facts.batch_multiple
-        size = balanced_chunk_size(len(req), chunk_size, multiple)
-        for chunk in padded_chunks(len(req), size, multiple):
-            rows = list(chunk.rows)
-            x_T = self.initial_noise(noise, [start_ids[row] for row in rows], params)  # noqa: N806
-            ids = [req.sample_ids[row] for row in rows]
-            segment = self.stage.sample(select_conditions(conditions, rows), x_T, params, noise, ids)
-            progress("sample", len(req), chunk.rows[0] + chunk.num_real)
-            yield segment.slice(0, chunk.num_real)

@@ -110,6 +110,25 @@ class Replay:
     std: Tensor  # [S'] fp32
     velocity: Tensor  # [B, S', *latent] fp32
 
+    @classmethod
+    def of(
+        cls,
+        segment: LatentSegment,
+        steps: Sequence[int],
+        x: Float[Tensor, "S B *latent"],
+        v: Float[Tensor, "S B *latent"],
+    ) -> Replay:
+        """The replay of `steps` from x and v [S, B, *latent], the states before the steps and their velocities."""
+        levels = segment.sigmas.tolist()
+        gaussians = [segment.kernel.transition(x[s], v[s], levels[i], levels[i + 1]) for s, i in enumerate(steps)]
+        logp = [g.log_prob(segment.latents_at(i + 1).float()) for g, i in zip(gaussians, steps, strict=True)]
+        return cls(
+            logp=torch.stack(logp, 1),
+            mean=torch.stack([g.mean for g in gaussians], 1),
+            std=torch.stack([g.std for g in gaussians]).flatten(),
+            velocity=v.transpose(0, 1),
+        )
+
 
 class DiffusionStage:
     """Samples and replays with one denoiser. The bits of a row do not depend on the other rows of its batch."""
@@ -174,7 +193,7 @@ class DiffusionStage:
         feeds = self._feeds(conditions, rows, guidance)
         positions = stored_positions(sde_indices, params.num_inference_steps)
         host_levels = sigmas.tolist()
-        trajectory = _Trajectory(params, guidance, host_levels, positions)
+        trajectory = Trajectory(params, guidance, host_levels, positions)
         levels = to_device(sigmas, x_T.device)[:, None].expand(-1, len(rows))
         x = trajectory.store(0, take_rows(x_T, rows).float())
         names = [f"s{i}" for i in sde_indices]
@@ -210,7 +229,7 @@ class DiffusionStage:
         """A segment for samples x0 [B, *latent] that this policy did not generate. Only the last position is stored."""
         sigmas, _ = pinned_schedule(params)
         guidance = self.facts.guidance_of(params)
-        trajectory = _Trajectory(params, guidance, sigmas.tolist(), stored_positions((), params.num_inference_steps))
+        trajectory = Trajectory(params, guidance, sigmas.tolist(), stored_positions((), params.num_inference_steps))
         trajectory.store(params.num_inference_steps, x0)
         return trajectory.segment(len(x0), sigmas, (), noise)
 
@@ -233,14 +252,7 @@ class DiffusionStage:
         row_levels = [levels[steps[row // batch]] for row in self._rows(len(x))]
         v = self._padded_forward(x, sigma, guidance, feeds, self._network(row_levels))
         x, v = x.unflatten(0, (len(steps), batch)), v.unflatten(0, (len(steps), batch))
-        gaussians = [segment.kernel.transition(x[s], v[s], levels[i], levels[i + 1]) for s, i in enumerate(steps)]
-        logp = [g.log_prob(segment.latents_at(i + 1).float()) for g, i in zip(gaussians, steps, strict=True)]
-        return Replay(
-            logp=torch.stack(logp, 1),
-            mean=torch.stack([g.mean for g in gaussians], 1),
-            std=torch.stack([g.std for g in gaussians]).flatten(),
-            velocity=v.transpose(0, 1),
-        )
+        return Replay.of(segment, steps, x, v)
 
     def values(self, conditions: Conditions, segment: LatentSegment, steps: Sequence[int]) -> Float[Tensor, "B S"]:
         """Values [B, S'] fp32 of the states before `steps`, in one forward of the value head."""
@@ -310,7 +322,7 @@ def pinned_schedule(params: DiffusionSamplingParams) -> tuple[Float[Tensor, "T1"
     return torch.tensor(params.sigmas, dtype=torch.float32), tuple(params.sde_indices)
 
 
-class _Trajectory:
+class Trajectory:
     """One sampling run: takes steps, stores latents and log-probs, and keeps the history for multistep solvers."""
 
     def __init__(
@@ -326,7 +338,9 @@ class _Trajectory:
         self.latents: list[Tensor] = []
         self.logp: list[Tensor] = []
 
-    def stochastic(self, i: int, x: Tensor, v: Tensor, noise: Tensor) -> Tensor:
+    def stochastic(
+        self, i: int, x: Float[Tensor, "B *latent"], v: Float[Tensor, "B *latent"], noise: Float[Tensor, "B *latent"]
+    ) -> Float[Tensor, "B *latent"]:
         """x_{i+1} [B, *latent], sampled from the kernel's Gaussian; stores its log-prob."""
         step = self.params.kernel.transition(x, v, self.sigmas[i], self.sigmas[i + 1])
         x_next = self.store(i + 1, step.sample(noise))
@@ -335,7 +349,9 @@ class _Trajectory:
         self.previous = None  # a stochastic step invalidates the history of a multistep solver
         return x_next
 
-    def deterministic(self, i: int, x: Tensor, v: Tensor) -> Tensor:
+    def deterministic(
+        self, i: int, x: Float[Tensor, "B *latent"], v: Float[Tensor, "B *latent"]
+    ) -> Float[Tensor, "B *latent"]:
         """x_{i+1} [B, *latent], the mean of the solver's step."""
         sigma = self.sigmas[i]
         x_next = self.solver.transition(x, v, sigma, self.sigmas[i + 1], self.previous).mean
@@ -343,7 +359,7 @@ class _Trajectory:
             self.previous = Previous(sigma, predicted_x0(x, v, sigma))
         return self.store(i + 1, x_next)
 
-    def store(self, position: int, x: Tensor) -> Tensor:
+    def store(self, position: int, x: Float[Tensor, "B *latent"]) -> Float[Tensor, "B *latent"]:
         """`x` in fp32, stored and rounded to the trajectory dtype if `position` is one of the stored ones."""
         if position not in self.positions:
             return x
@@ -353,7 +369,7 @@ class _Trajectory:
     def segment(
         self,
         count: int,
-        sigmas: Tensor,
+        sigmas: Float[Tensor, "T1"],
         sde_indices: tuple[int, ...],
         noise: NoiseSource,
         skipped_share: float | None = None,

@@ -24,6 +24,12 @@ def tokenize(
     return tokens.to(device, non_blocking=device.type != "cpu")
 
 
+def longer_than(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], length: int) -> list[bool]:
+    """Returns True for each text that `tokenize` truncates to `length` tokens."""
+    # `verbose` warns of texts that are longer than the model reads, which is what is asked for.
+    return [len(ids) > length for ids in tokenizer(list(texts), verbose=False).input_ids]
+
+
 @dataclass(frozen=True)
 class CausalTextEncoder:
     """A frozen causal language model without its head, which reads each prompt within a template."""
@@ -53,3 +59,7 @@ class CausalTextEncoder:
         ).hidden_states
         embeds = torch.cat([states[layer] for layer in self.layers], dim=-1)
         return TextEmbedCondition(embeds=embeds[:, self.num_dropped :], mask=mask[:, self.num_dropped :])
+
+    def cuts(self, texts: Sequence[str], max_sequence_length: int) -> list[bool]:
+        length = self.num_dropped + max_sequence_length
+        return longer_than(self.tokenizer, [self.template(text) for text in texts], length)

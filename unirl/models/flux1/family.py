@@ -19,7 +19,7 @@ from torch import Tensor
 from unirl.config.errors import NotFoundError
 from unirl.models.denoising.bundle import NetworkDenoiser, TextEncoder
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline
-from unirl.models.denoising.text_encoders import tokenize
+from unirl.models.denoising.text_encoders import longer_than, tokenize
 from unirl.models.denoising.vae import KLBundle, packed, unpacked
 from unirl.models.loading.checkpoint import JOINT_BLOCK, DiffusersFamily, ModelConfigs, family_files
 from unirl.models.loading.toy_tokenizers import clip_tokenizer, t5_tokenizer
@@ -124,6 +124,9 @@ class Flux1TextEncoder:
         t5_tokens = tokenize(self.t5_tokenizer, texts, max_sequence_length, device)
         pooled = self.clip(clip_tokens.input_ids).pooler_output
         return TextEmbedCondition(embeds=self.t5(t5_tokens.input_ids)[0], pooled=pooled)
+
+    def cuts(self, texts: Sequence[str], max_sequence_length: int) -> list[bool]:
+        return longer_than(self.t5_tokenizer, texts, max_sequence_length)
 
 
 class Flux1Bundle(KLBundle):

@@ -147,6 +147,9 @@ class HunyuanVideoTextEncoder:
         pooled = self.clip(clip_tokens.input_ids).pooler_output
         return self.llama.encode(texts, max_sequence_length).replace(pooled=pooled)
 
+    def cuts(self, texts: Sequence[str], max_sequence_length: int) -> list[bool]:
+        return self.llama.cuts(texts, max_sequence_length)
+
 
 class VideoDecoder(VAEAdapter):
     """The decoder of a video VAE that scales its latents and does not shift them."""

@@ -271,6 +271,9 @@ class HunyuanVideo15TextEncoder:
         glyphs, mask = self._glyphs([glyph_text(text) for text in texts])
         return condition.replace(embeds_2=glyphs.to(condition.embeds.dtype), mask_2=mask)
 
+    def cuts(self, texts: Sequence[str], max_sequence_length: int) -> list[bool]:
+        return self.qwen.cuts(texts, max_sequence_length)
+
     def _glyphs(self, texts: Sequence[str | None]) -> tuple[Tensor, Tensor]:
         """ByT5 states [B, L2, D2], zeros for None, and the mask [B, L2] of real tokens."""
         if not any(texts):

@@ -249,20 +249,10 @@ class DiffusersFamily:
         configs = self.configs(path, revision)
         if VAE not in configs:
             return DecodingCost()
-        channels, *frames, height, width = self.facts(configs, 1).latent_shape(sampling)
+        shape = self.facts(configs, 1).latent_shape(sampling)
         with torch.device("meta"):
-            vae: Any = self.build(configs, VAE).eval()
-        with quiet_libraries():  # diffusers warns of casts in general
-            vae.to(dtype)
-        if tiled and hasattr(vae, "use_tiling"):  # the attribute of diffusers' VAEs that support it
-            vae.enable_tiling()
-        settings: Mapping[str, Any] = vae.config
-        own_channels = settings.get("latent_channels") or settings["z_dim"]
-        # Some models put squares of the VAE's latents into the channels of theirs.
-        side = math.isqrt(channels // own_channels)
-        has_frames = any(isinstance(part, nn.Conv3d) for part in vae.modules())
-        shape = (1, own_channels, *(frames or (1,) * has_frames), height * side, width * side)
-        return replace(decoding_cost(vae, shape), tiled=tiled)
+            vae = self.build(configs, VAE)
+        return vae_cost(vae, shape, dtype, tiled)
 
     # Modules
 
@@ -341,6 +331,23 @@ class DiffusersFamily:
     def weight_file(self, component: str) -> str:
         """The name of a component's weight file, which larger models split into several."""
         return LANGUAGE_WEIGHTS if hasattr(self.class_of(component), "config_class") else WEIGHTS
+
+
+def vae_cost(vae: Any, latent_shape: tuple[int, ...], dtype: torch.dtype, tiled: bool) -> DecodingCost:
+    """The cost of decoding one sample in `dtype`, in tiles or whole, with a VAE without storage."""
+    channels, *frames, height, width = latent_shape
+    vae.eval()
+    with quiet_libraries():  # diffusers warns of casts in general
+        vae.to(dtype)
+    if tiled and hasattr(vae, "use_tiling"):  # the attribute of diffusers' VAEs that support it
+        vae.enable_tiling()
+    settings: Mapping[str, Any] = vae.config
+    own_channels = settings.get("latent_channels") or settings["z_dim"]
+    # Some models put squares of the VAE's latents into the channels of theirs.
+    side = math.isqrt(channels // own_channels)
+    has_frames = any(isinstance(part, nn.Conv3d) for part in vae.modules())
+    shape = (1, own_channels, *(frames or (1,) * has_frames), height * side, width * side)
+    return replace(decoding_cost(vae, shape), tiled=tiled)
 
 
 def kept_in_fp32(network: nn.Module) -> int:

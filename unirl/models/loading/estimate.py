@@ -23,10 +23,9 @@ STREAMS: tuple[tuple[Stream, str], ...] = (
     ("image", r"_moe_gen\.|_moe_gen$|vae2llm|llm2vae"),
     ("text", r"^language_model\.model\.layers\."),  # the other expert of a mixture of transformers
     ("text", r"caption_embedder|cap_embedder"),
-    (
-        "row",
-        r"time_|timestep_emb\.|emb_layers\.|(^|\.)t_embedder|modulation|_mod\.|norm\w*\.linear$|norm_out\.linear_1$",
-    ),
+    ("row", r"^image_head\.net\.time_embed|^timestep_emb\.|\.emb_layers\."),
+    ("image", r"^image_(head|in_projector|out_projector)"),
+    ("row", r"time_|(^|\.)t_embedder|modulation|_mod\.|norm\w*\.linear$|norm_out\.linear_1$"),
     ("vision", r"^visual\.|\.visual\.|image_embedder|attn2\.add_[kv]_proj"),
     ("text", r"add_[qkv]_proj|to_add_out|_context\.|txt_|context_embedder|context_refiner|text_embedder"),
     ("text", r"(^|\.)blocks\.\d+\.attn2\.to_[kv]$"),  # cross-attention of Wan

@@ -19,7 +19,7 @@ from unirl.models.denoising.bundle import NetworkDenoiser, TextEncoder
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline
 from unirl.models.denoising.embeddings import ConditionImages
 from unirl.models.denoising.ragged import Rotations, call, patches, unpatched
-from unirl.models.denoising.text_encoders import tokenize
+from unirl.models.denoising.text_encoders import longer_than, tokenize
 from unirl.models.denoising.vae import KLBundle
 from unirl.models.loading.checkpoint import DiffusersFamily, ModelConfigs, family_files
 from unirl.models.loading.toy_tokenizers import gemma_tokenizer, with_pieces
@@ -136,6 +136,9 @@ class Lumina2TextEncoder:
             tokens.input_ids, attention_mask=tokens.attention_mask, output_hidden_states=True, use_cache=False
         ).hidden_states
         return TextEmbedCondition(embeds=states[-2], mask=tokens.attention_mask.bool())
+
+    def cuts(self, texts: Sequence[str], max_sequence_length: int) -> list[bool]:
+        return longer_than(self.tokenizer, texts, max_sequence_length)
 
 
 class Lumina2Bundle(KLBundle):

@@ -24,7 +24,7 @@ from unirl.config.errors import NotFoundError
 from unirl.models.denoising.bundle import Decoder, DiffusersBundle, Encoder, NetworkDenoiser, TextEncoder
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline
 from unirl.models.denoising.ragged import call
-from unirl.models.denoising.text_encoders import tokenize
+from unirl.models.denoising.text_encoders import longer_than, tokenize
 from unirl.models.denoising.vae import CausalVAE, packed, unpacked
 from unirl.models.loading.checkpoint import JOINT_ATTENTION, DiffusersFamily, ModelConfigs, family_files
 from unirl.models.loading.toy_tokenizers import qwen_tokenizer
@@ -206,10 +206,17 @@ class QwenImageTextEncoder:
 
     def _tokens(self, texts: Sequence[str], before: str, length: int) -> dict[str, Tensor]:
         """Ids and mask [B, tokens of `before` + length] of chats that begin with `before`."""
-        texts = [f"{before}{text or ' '}{CLOSING}" for text in texts]
-        length += len(self.tokenizer(before).input_ids)
+        texts, length = self._chats(texts, before), length + len(self.tokenizer(before).input_ids)
         tokens = tokenize(self.tokenizer, texts, length, self.encoder.device, padding_side="right")
         return {name: tokens[name] for name in ("input_ids", "attention_mask")}
+
+    def cuts(self, texts: Sequence[str], max_sequence_length: int) -> list[bool]:
+        before = self.template.opening
+        length = max_sequence_length + len(self.tokenizer(before).input_ids)
+        return longer_than(self.tokenizer, self._chats(texts, before), length)
+
+    def _chats(self, texts: Sequence[str], before: str) -> list[str]:
+        return [f"{before}{text or ' '}{CLOSING}" for text in texts]
 
     def _states(self, inputs: Mapping[str, Tensor]) -> TextEmbedCondition:
         """The encoder's last hidden states for `inputs`, without the opening."""

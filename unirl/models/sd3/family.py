@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from unirl.models.denoising.bundle import Decoder, Encoder, NetworkDenoiser, TextEncoder
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline
-from unirl.models.denoising.text_encoders import tokenize
+from unirl.models.denoising.text_encoders import longer_than, tokenize
 from unirl.models.denoising.vae import KLBundle, from_unit, to_unit
 from unirl.models.loading.checkpoint import JOINT_ATTENTION, DiffusersFamily, ModelConfigs, family_files
 from unirl.models.loading.toy_tokenizers import clip_tokenizer, t5_tokenizer
@@ -127,6 +127,12 @@ class SD3TextEncoder:
         if len(clip) == len(CLIP):
             tokens = torch.cat([tokens, self._t5(texts, max_sequence_length, tokens)], dim=1)
         return TextEmbedCondition(embeds=tokens, pooled=torch.cat([pooled for _, pooled in clip], dim=-1))
+
+    def cuts(self, texts: Sequence[str], max_sequence_length: int) -> list[bool]:
+        if T5 in self.modules:
+            return longer_than(self.tokenizers[T5_TOKENIZER], texts, max_sequence_length)
+        tokenizer = self.tokenizers["tokenizer"]
+        return longer_than(tokenizer, texts, tokenizer.model_max_length)
 
     def _clip(self, name: str, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Penultimate hidden states [B, 77, D] and projection [B, D'] of one CLIP encoder."""

@@ -32,7 +32,7 @@ from unirl.models.denoising.bundle import (
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline
 from unirl.models.denoising.embeddings import ConditionImages
 from unirl.models.denoising.pipeline import VIDEO
-from unirl.models.denoising.text_encoders import tokenize
+from unirl.models.denoising.text_encoders import longer_than, tokenize
 from unirl.models.denoising.vae import IMAGE, CausalVAE, from_unit
 from unirl.models.images import to_pil
 from unirl.models.loading.checkpoint import DiffusersFamily, ModelConfigs, family_files
@@ -205,6 +205,11 @@ class WanTextEncoder:
                 f"tokens of text. Use at most {self.fixed_length}"
             )
         return TextEmbedCondition(embeds=pad(embeds, (0, 0, 0, missing)), mask=pad(mask, (0, missing)))
+
+    def cuts(self, texts: Sequence[str], max_sequence_length: int) -> list[bool]:
+        from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+
+        return longer_than(self.tokenizer, [prompt_clean(text) for text in texts], max_sequence_length)
 
 
 @dataclass(frozen=True)

@@ -26,14 +26,14 @@ COLORS, KINDS = tuple(PALETTE), tuple(SHAPES)
 SIZES = (len(COLORS), len(KINDS), 1)
 SPEC = ShapesSpec(max_residual=0.08)
 """The limits of the quick start's detector."""
-SOFTNESS = {"distance": 0.1, "overlap": 0.05, "residual": 0.02}
+SOFTNESS = {"distance": 0.1, "defect": 0.1, "residual": 0.02}
 """Width of the soft limit of each measure, in the unit of the measure."""
 
 
 class ShapesClassifier(nn.Module):
     """Maps images [B, 3, 24, 24] in [0, 1] to estimates of the detector's measures; differentiable.
 
-    The measures are the paint's distance to each palette entry [B, 6], its overlap with each silhouette [B, 4] and the
+    The measures are the distance of the paint from each palette entry [B, 6], its defect as each shape [B, 4] and the
     residual [B, 1], in the units of `ShapesSpec`.
     """
 
@@ -53,9 +53,9 @@ class ShapesClassifier(nn.Module):
         self.head = nn.Linear(40, sum(SIZES))
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the distances, overlaps and residuals."""
-        distance, overlap, residual = self.head(self.features(2 * images - 1)).split(SIZES, dim=1)
-        return distance, overlap, residual
+        """Returns the distances, defects and residuals."""
+        distance, defect, residual = self.head(self.features(2 * images - 1)).split(SIZES, dim=1)
+        return distance, defect, residual
 
 
 class ShapesClassifierRewardScorer(LocalRewardBackend[ShapesClassifier]):
@@ -100,10 +100,10 @@ class ShapesClassifierRewardScorer(LocalRewardBackend[ShapesClassifier]):
 
 def mean_log_prob(measures: tuple[Tensor, Tensor, Tensor], requested: Tensor) -> Tensor:
     """Returns the reward [B] for the network's output; `requested` [B, 2] holds the indices of color and shape."""
-    distance, overlap, residual = measures
+    distance, defect, residual = measures
     # Logits of colors [B, 7] and shapes [B, 5], both with "none" last, and of a clean image [B, 1].
     color = nn.functional.pad(-distance, (0, 1), value=-SPEC.max_color_distance) / SOFTNESS["distance"]
-    shape = nn.functional.pad(overlap, (0, 1), value=SPEC.min_overlap) / SOFTNESS["overlap"]
+    shape = nn.functional.pad(-defect, (0, 1), value=-SPEC.max_defect) / SOFTNESS["defect"]
     clean = nn.functional.logsigmoid((SPEC.max_residual - residual) / SOFTNESS["residual"])
     log_probs = color.log_softmax(1).gather(1, requested[:, :1]) + shape.log_softmax(1).gather(1, requested[:, 1:])
     return (log_probs + clean)[:, 0] / 3

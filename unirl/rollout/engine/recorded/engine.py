@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from unirl.config.errors import UnreadableFileError
-from unirl.models.denoising.pipeline import DiffusionPipeline
+from unirl.models.denoising.pipeline import LatentPipeline
 from unirl.models.images import fit_image, open_image
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
 from unirl.types.primitives import Images, MediaRef, MediaRefs
@@ -29,7 +29,7 @@ class RecordedRolloutEngine(TrainsideRolloutEngine):
 
     capabilities: ClassVar[Capabilities] = Capabilities(snapshots=True, recorded=True, modalities=("image",))
 
-    def __init__(self, pipeline: DiffusionPipeline[Any], backend: WeightSource, *, forward_batch_size: int = 8) -> None:
+    def __init__(self, pipeline: LatentPipeline[Any], backend: WeightSource, *, forward_batch_size: int = 8) -> None:
         """
         Args:
             forward_batch_size: rows per forward when images are sampled. It changes speed and memory, not the samples.

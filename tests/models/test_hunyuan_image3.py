@@ -26,7 +26,7 @@ from unirl.models.loading.lora import inject_lora
 from unirl.sde.kernels import EulerODE, FlowSDEStrategy
 from unirl.sde.noise import NoiseSource
 from unirl.testing.bundle import check_bundle, rollout_of
-from unirl.types.conditions import PromptTokens
+from unirl.types.conditions import Conditions, PromptTokens
 from unirl.types.facts import LoraSpec
 from unirl.types.primitives import Texts
 from unirl.types.rollout_req import RolloutReq, TrackSpec, child_ids
@@ -199,6 +199,10 @@ def rows_of(prompts: Any) -> list[list[int]]:
     return [row.tolist() for row in prompts.tokens.split(prompts.lengths.tolist())]
 
 
+def written_after(prompts: Sequence[Sequence[int]]) -> Conditions:
+    return {"prompt": prompt_tokens(prompts)}
+
+
 @pytest.mark.parametrize("condition", ["text", "negative_text"])
 def test_the_velocity_is_that_of_the_published_equations(noised: HunyuanImage3Pipeline, condition: str) -> None:
     x, sigma = latents(noised), torch.tensor([1.0, 0.7, 0.31, 0.05])
@@ -215,7 +219,7 @@ def test_the_velocity_is_that_of_the_published_equations(noised: HunyuanImage3Pi
 def test_log_probs_of_text_are_those_of_the_published_equations_and_of_sampling(noised: HunyuanImage3Pipeline) -> None:
     stage = noised.bundle.stage_of("think")
     assert isinstance(stage, ARStage)
-    conditions = {"prompt": prompt_tokens([noised.writing_prompt("think", text, {}) for text in TEXTS])}
+    conditions = written_after([noised.writing_prompt("think", text, {}) for text in TEXTS])
     ids, noise = [f"r{i}" for i in range(4)], NoiseSource(0, "r", 0)
     segment = stage.sample(conditions, WRITING, noise, ids, slots=4)
     for slots in (1, 3):
@@ -248,11 +252,11 @@ def test_text_is_that_of_the_mixture_of_experts_of_transformers(toy: HunyuanImag
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         )
     ).eval()
-    theirs.load_state_dict({name: tensor for name, tensor in of_transformers(network.state_dict()).items()})
+    theirs.load_state_dict(of_transformers(network.state_dict()))
     assert toy.facts.text is not None
     stage = ARStage(network, toy.facts.text, toy.bundle.codec)
-    conditions, ids = {"prompt": prompt_tokens([toy.bundle.codec.encode(text + ".") for text in TEXTS])}, list("abcd")
-    segment = stage.sample(conditions, WRITING, NoiseSource(0, "r", 0), ids, slots=4)
+    conditions = written_after([toy.bundle.codec.encode(text + ".") for text in TEXTS])
+    segment = stage.sample(conditions, WRITING, NoiseSource(0, "r", 0), list("abcd"), slots=4)
     with torch.no_grad():
         expected = transformers_logp(theirs, conditions, segment)
     assert float((segment.logp - expected).abs().max()) < 1e-5
@@ -260,7 +264,7 @@ def test_text_is_that_of_the_mixture_of_experts_of_transformers(toy: HunyuanImag
 
 def of_transformers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of text by the names of transformers, which splits queries, keys, values, gates and ups."""
-    result = {}
+    result: dict[str, Any] = {}
     for name, tensor in tensors.items():
         name = name.replace("model.wte", "model.embed_tokens").replace("model.ln_f", "model.norm")
         if name.endswith("qkv_proj.weight"):
@@ -432,7 +436,8 @@ def test_a_chain_holds_what_each_policy_samples_alone_and_replays_it(noised: Hun
     for name in CHAIN:
         track, spec = resp.tracks[name], req.tracks[name]
         if parent is not None:
-            prompts, written = ([each for each in rows for _ in range(2)] for rows in (prompts, written))
+            prompts = [each for each in prompts for _ in range(2)]
+            written = [each for each in written for _ in range(2)]
             parents = [each for each in ids for _ in range(2)]
             ids = child_ids(ids, name, 2)
             assert (track.parent_track, track.parent_ids, track.group_ids) == (parent, parents, parents)
@@ -441,7 +446,7 @@ def test_a_chain_holds_what_each_policy_samples_alone_and_replays_it(noised: Hun
         segment, stage, noise = track.segment, noised.stage_of(name), NoiseSource(42, "r", 0)
         if isinstance(segment, TextSegment):
             assert isinstance(stage, ARStage) and isinstance(spec.sampling, ARSamplingParams)
-            conditions = {"prompt": prompt_tokens([noised.writing_prompt(name, text, each) for text, each in pairs])}
+            conditions = written_after([noised.writing_prompt(name, text, each) for text, each in pairs])
             alone = stage.sample(conditions, spec.sampling, noise, ids, slots=1)
             assert torch.equal(alone.tokens, segment.tokens) and torch.equal(alone.logp, segment.logp)
             assert torch.equal(stage.replay(track.conditions, segment).logp, segment.logp)
@@ -498,7 +503,7 @@ def test_the_text_loss_reaches_the_head_the_router_and_all_experts_but_no_layer_
     pipeline = with_noise(HunyuanImage3Pipeline(HunyuanImage3Bundle(path="toy", dtype="fp32")))
     stage = pipeline.bundle.stage_of("think")
     assert isinstance(stage, ARStage)
-    conditions = {"prompt": prompt_tokens([pipeline.writing_prompt("think", text, {}) for text in TEXTS])}
+    conditions = written_after([pipeline.writing_prompt("think", text, {}) for text in TEXTS])
     segment = stage.sample(conditions, WRITING, NoiseSource(0, "r", 0), list("abcd"), slots=4)
     stage.replay(conditions, segment).logp.sum().backward()
     names = {name for name, _ in pipeline.bundle.trainable().named_parameters()}

@@ -57,6 +57,10 @@ class PromptFormat:
         """The sequence before an image for each text. Further tokens of a text than the length are cut off."""
         return prompt_tokens([self.drawing(self.cut(text, max_sequence_length), {}) for text in texts])
 
+    def cuts(self, texts: Sequence[str], max_sequence_length: int) -> list[bool]:
+        """True for each text of which tokens are cut off."""
+        return [len(self.codec.encode(text)) > max_sequence_length for text in texts]
+
     def cut(self, text: str, max_sequence_length: int) -> list[int]:
         """The first tokens of a text."""
         return self.codec.encode(text)[:max_sequence_length]

@@ -514,8 +514,8 @@ def test_the_text_loss_reaches_the_head_the_router_and_all_experts_but_no_layer_
 def test_an_expert_without_tokens_has_a_gradient_of_zero(toy: HunyuanImage3Pipeline) -> None:
     layer = MoE(toy.bundle.configs.components["transformer"], 1)
     with torch.no_grad():
-        layer.gate.wg.weight.copy_(torch.arange(4.0)[:, None].expand(4, 32))  # the last experts for positive tokens
-    layer(torch.rand(3, 32)).sum().backward()
+        layer.gate.wg.weight.copy_(torch.arange(4.0)[:, None].expand(4, 64))  # the last experts for positive tokens
+    layer(torch.rand(3, 64)).sum().backward()
     idle, used = ([p.grad for p in layer.experts[i].parameters()] for i in (0, 3))
     assert all(grad is not None and not grad.any() for grad in idle)
     assert all(grad is not None and grad.any() for grad in used)

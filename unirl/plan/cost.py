@@ -104,6 +104,7 @@ class Network:
     width: int
     num_blocks: int
     active_parameters: int  # that one row needs
+    idle_parameters: int = 0  # of these, that one token does not run
     cache_width: int = 0  # numbers that sampling caches per token
     prompt_tokens: int = 0  # of a language model
     vocabulary: int = 0
@@ -497,8 +498,9 @@ def tokens_work(sizes: Sizes, settings: Settings, rows: float) -> Work:
     """Reading the prompts, then decoding token by token in slots. Every response has the largest length."""
     network, slots = sizes.network, min(settings.forward_rows, rows) * sizes.network_rows
     rows *= sizes.network_rows
-    prefill = 2.0 * network.active_parameters * network.prompt_tokens * rows
-    flops = 2.0 * network.active_parameters * slots
+    run = network.active_parameters - network.idle_parameters
+    prefill = 2.0 * run * network.prompt_tokens * rows
+    flops = 2.0 * run * slots
     context = network.prompt_tokens + sizes.num_steps / 2
     read = network.active_parameters + slots * context * network.cache_width
     launches = LAUNCHES_PER_TOKEN_LAYER * network.num_layers * (COMPILED if settings.compiled else 1.0)

@@ -288,10 +288,10 @@ class BagelPipeline(UnifiedPipeline[BagelBundle]):
         spoken, codec = self.bundle.prompt_tokenizer.spoken, self.bundle.codec
         return [*spoken(codec.encode(THINK_INSTRUCTION)), *spoken(codec.encode(prompt)), spoken([])[0]]
 
-    def drawing_prompt(self, prompt: str | None, written: Written) -> list[int]:
+    def drawing_prompt(self, prompt: str, written: Written, *, conditional: bool = True) -> list[int]:
         spoken, codec = self.bundle.prompt_tokenizer.spoken, self.bundle.codec
         system = spoken(codec.encode(THINK_INSTRUCTION))
-        if prompt is None:
+        if not conditional:
             return system
         # A text that was truncated has no end token.
         thought = [token for token in written["think"] if token not in codec.ends]

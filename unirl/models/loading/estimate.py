@@ -23,7 +23,7 @@ STREAMS: tuple[tuple[Stream, str], ...] = (
     ("image", r"_moe_gen\.|_moe_gen$|vae2llm|llm2vae"),
     ("text", r"^language_model\.model\.layers\."),  # the other expert of a mixture of transformers
     ("text", r"caption_embedder|cap_embedder"),
-    ("row", r"^image_head\.net\.time_embed"),
+    ("row", r"^image_head\.net\.time_embed|^timestep_emb\.|\.emb_layers\."),
     ("image", r"^image_(head|in_projector|out_projector)"),
     ("row", r"time_|(^|\.)t_embedder|modulation|_mod\.|norm\w*\.linear$|norm_out\.linear_1$"),
     ("vision", r"^visual\.|\.visual\.|image_embedder|attn2\.add_[kv]_proj"),
@@ -93,6 +93,8 @@ class ModelEstimate:
     """Networks in the trained module, of which a forward pass of a row runs one."""
     buffers: int = 0
     """Numbers in tables of the trained module that are no parameters, such as positions."""
+    idle_parameters: int = 0
+    """Parameters of the trained module that a token does not run: those of the experts that it is not routed to."""
     kept_in_fp32: int = 0
     """Parameters of the trained module that stay in fp32 in any dtype."""
     num_blocks: int
@@ -154,6 +156,8 @@ def _attention(name: str, shapes: Mapping[str, tuple[int, int]]) -> Attention | 
     prefix, _, kind = name.rpartition(".")
     if kind == "to_qkv_mlp_proj":  # one layer for queries, keys, values and the widened activations
         return Attention(shapes[name][0], (stream_of(name),), (stream_of(name),))
+    if kind == "qkv_proj":  # the output layer reads the heads of the queries
+        return Attention(shapes[f"{prefix}.o_proj"][0], (stream_of(name),), (stream_of(name),))
     if kind not in ("to_q", "q_proj", "q_proj_moe_gen"):
         return None
     others = ("k_proj", "k_proj_moe_gen") if kind == "q_proj_moe_gen" else ("to_k", "k_proj", "add_k_proj")

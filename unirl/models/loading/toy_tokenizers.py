@@ -21,6 +21,12 @@ JANUS_IMAGE = {
     "eoi_token": "<end_of_image>",
     "image_token": "<image_placeholder>",
 }
+HUNYUAN_BOS, HUNYUAN_EOS, HUNYUAN_PAD = "<|startoftext|>", "<|endoftext|>", "<pad>"
+HUNYUAN_MARKS = (
+    *("<boi>", "<eoi>", "<img>", "<cfg>", "<timestep>", "<img_size_1024>"),
+    *(f"<img_ratio_{i}>" for i in range(33)),
+    *("<think>", "</think>", "<recaption>", "</recaption>", "<answer>", "</answer>"),
+)
 
 # Chat templates, in Jinja.
 _TEXT_MESSAGES = (
@@ -122,6 +128,25 @@ def janus_tokenizer() -> PreTrainedTokenizerBase:
         eos_token=JANUS_EOS,
         pad_token=JANUS_PAD,
         extra_special_tokens=JANUS_IMAGE,
+    )
+
+
+def hunyuan_image_tokenizer() -> PreTrainedTokenizerBase:
+    """A tokenizer of HunyuanImage-3 with 304 tokens: one per byte and special token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    specials = (HUNYUAN_BOS, HUNYUAN_EOS, HUNYUAN_PAD, *HUNYUAN_MARKS)
+    pieces = {piece: i for i, piece in enumerate([*byte_letters(), *specials])}
+    tokenizer = Tokenizer(models.BPE(vocab=pieces, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=HUNYUAN_BOS,
+        eos_token=HUNYUAN_EOS,
+        pad_token=HUNYUAN_PAD,
+        extra_special_tokens=list(HUNYUAN_MARKS),
     )
 
 

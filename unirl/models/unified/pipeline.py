@@ -66,8 +66,8 @@ class UnifiedPipeline(DiffusionPipeline[BundleT]):
         """The tokens that the model reads before it writes the text of a track."""
 
     @abstractmethod
-    def drawing_prompt(self, prompt: str | None, written: Written) -> list[int]:
-        """The tokens that the model reads before it draws. The prompt is None in the unconditional pass of guidance."""
+    def drawing_prompt(self, prompt: str, written: Written, *, conditional: bool = True) -> list[int]:
+        """The tokens that the model reads before it draws. The unconditional pass of guidance is not `conditional`."""
 
     def stage_of(self, track: str) -> Stage:  # type: ignore[override]
         """The policy of a track: of images for `image`, and otherwise of that text."""
@@ -115,7 +115,8 @@ class UnifiedPipeline(DiffusionPipeline[BundleT]):
         prompts = [self.drawing_prompt(prompt, each) for prompt, each in rows]
         conditions: Conditions = {"text": prompt_tokens(prompts)}
         if self.facts.guidance_of(params).active:
-            conditions[NEGATIVE + "text"] = prompt_tokens([self.drawing_prompt(None, each) for each in written])
+            unconditional = [self.drawing_prompt(prompt, each, conditional=False) for prompt, each in rows]
+            conditions[NEGATIVE + "text"] = prompt_tokens(unconditional)
         conditions = {key: condition.to(self.bundle.device) for key, condition in conditions.items()}
         track = self.generate_from(req, params, conditions, chunk_size).tracks[name]
         texts = [self.bundle.codec.decode(list(each.values())[-1]) for each in written]

@@ -1,0 +1,146 @@
+"""The files of a HunyuanImage-3 checkpoint: one folder, without model_index.json.
+
+config.json              the configuration of the network, which contains that of the VAE
+generation_config.json   the template of prompts, and the shift of the noise levels
+model*.safetensors       the network, the VAE (`vae.`), and the encoder that reads images (`vision_`)
+tokenizer.json, ...
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unirl.config.errors import NotFoundError
+from unirl.models.hunyuan_image3.network import MoE
+from unirl.models.loading.checkpoint import VAE, Config, DiffusersFamily, ModelConfigs
+from unirl.models.loading.completeness import check_dtypes, check_files, read_headers
+from unirl.models.loading.estimate import ModelEstimate, parameters_of
+from unirl.models.loading.hub import CONFIG, read_json, single_folder
+from unirl.models.loading.saved_weights import LANGUAGE_WEIGHTS, SafetensorsWeights
+
+NETWORK = "transformer"
+GENERATION_CONFIG = "generation_config.json"
+VAE_PREFIX = "vae."
+EXAMPLE = "a folder with the files of tencent/HunyuanImage-3.0 or -Instruct"
+SETTINGS = ("sequence_template", "drop_think")
+"""Keys of the generation configuration that decide what the network reads."""
+DISTILLED = ("cfg_distilled", "use_meanflow")
+"""Keys of the distilled checkpoint, whose network has further inputs."""
+
+
+class HunyuanImage3Family(DiffusersFamily):
+    """The family of HunyuanImage-3, whose checkpoints have a layout of their own."""
+
+    def directory(self, path: str, revision: str | None, *, configs_only: bool = False) -> Path:
+        """The folder of a local model, or of a downloaded copy of a hub id."""
+        return single_folder(path, revision, CONFIG, EXAMPLE, configs_only)
+
+    def read(self, root: Path) -> ModelConfigs:
+        """The configurations in a folder. Raises NotFoundError (4001) for a model that this family cannot run."""
+        config = read_json(root / CONFIG)
+        if not {"vae", "patch_embed_hidden_dim", "moe_topk"} <= set(config):
+            raise NotFoundError(
+                f"{root}: its {CONFIG} has model_type={config.get('model_type')!r} and no image layers of "
+                f"HunyuanImage-3. Give {EXAMPLE}"
+            )
+        wrong = [f"{key}=true" for key in DISTILLED if config.get(key)]
+        if config.get("patch_size", 1) != 1:
+            wrong.append(f"patch_size={config['patch_size']}")
+        if wrong:
+            raise NotFoundError(f"{root}: its {CONFIG} has {', '.join(wrong)}, which is not available. Give {EXAMPLE}")
+        file = root / GENERATION_CONFIG
+        generation = read_json(file) if file.is_file() else {}
+        vae = config["vae"]
+        network = {**config, "latent_channels": vae["latent_channels"]}
+        settings: Config = {key: generation[key] for key in SETTINGS if key in generation}
+        return ModelConfigs(
+            components={NETWORK: network, VAE: vae},
+            scheduler={"shift": generation.get("flow_shift", 3.0)},
+            settings=settings,
+        )
+
+    def estimate(self, path: str, revision: str | None = None) -> ModelEstimate:
+        """Counts all parameters. The layers are those that a token of an image runs, with the experts of one token."""
+        estimate = super().estimate(path, revision)
+        configs = self.configs(path, revision)
+        with torch.device("meta"):
+            network = self.build(configs, NETWORK)
+        idle, unused = 0, ["lm_head"]
+        for name, part in network.named_modules():
+            if isinstance(part, MoE):
+                left = range(part.gate.top_k, len(part.experts))
+                idle += sum(parameters_of(part.experts[number]) for number in left)
+                unused += [f"{name}.experts.{number}." for number in left]
+        linears = {name: shape for name, shape in estimate.linears.items() if not name.startswith(tuple(unused))}
+        convolutions = {
+            name: (part.in_channels * part.kernel_size[0] * part.kernel_size[1], part.out_channels)
+            for name, part in network.named_modules()
+            if isinstance(part, nn.Conv2d)
+        }
+        return replace(estimate, linears=linears, patches=convolutions, idle_parameters=idle)
+
+    def load(self, root: Path, component: str, dtype: torch.dtype) -> nn.Module:
+        """A component with the weights in a folder. Raises NotFoundError (4001) unless all of its weights are there."""
+        with torch.device("meta"):
+            module = self.build(self.read(root), component)
+        own, place = module.state_dict(), f"{component} of the model in {root}"
+        check_files(place, root, LANGUAGE_WEIGHTS)
+        headers = {
+            name_in(component, name): header for name, header in read_headers(place, root, LANGUAGE_WEIGHTS).items()
+        }
+        check_dtypes(place, module, headers, ())
+        weights = self.weights(root, component, dtype)
+        shapes = weights.shapes()
+        known = shapes if component == NETWORK else {name: shape for name, shape in shapes.items() if name in own}
+        self.check(root, component, module, known)
+        module.load_state_dict({name: weights.read(name) for name in own}, assign=True)
+        return module
+
+    def weights(self, root: Path, component: str, dtype: torch.dtype) -> SafetensorsWeights:
+        """The tensors of a folder by their names in a component."""
+        return SafetensorsWeights(root, lambda _: dtype, LANGUAGE_WEIGHTS, lambda name: name_in(component, name))
+
+
+def name_in(component: str, name: str) -> str:
+    """The name of a tensor of the files in a component. Those of other components keep names that it does not have."""
+    return name.removeprefix(VAE_PREFIX) if component == VAE else name
+
+
+def write_checkpoint(
+    folder: Path, network: nn.Module, vae: nn.Module, configs: ModelConfigs, source: Path | None
+) -> None:
+    """Write the configurations and the weights of a model in the published layout, in one file of weights.
+
+    Args:
+        source: the folder that the model was loaded from. Its configurations and its encoder of images are copied.
+    """
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors: dict[str, Tensor] = dict(network.state_dict())
+    tensors |= {f"{VAE_PREFIX}{name}": tensor for name, tensor in vae.state_dict().items()}
+    if source is None:
+        _write_json(folder / CONFIG, {**configs.components[NETWORK], "vae": configs.components[VAE]})
+        shift = {"flow_shift": configs.scheduler["shift"]}
+        _write_json(folder / GENERATION_CONFIG, {**configs.settings, **shift})
+    else:
+        file = SafetensorsWeights(source, lambda _: next(network.parameters()).dtype, LANGUAGE_WEIGHTS)
+        tensors |= {name: file.read(name) for name in file.shapes() if name not in tensors}
+        for name in (CONFIG, GENERATION_CONFIG):
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+    save_file(
+        {name: t.contiguous() for name, t in tensors.items()}, folder / LANGUAGE_WEIGHTS, metadata={"format": "pt"}
+    )
+
+
+def _write_json(path: Path, content: Mapping[str, Any] | Config) -> None:
+    path.write_text(json.dumps(dict(content), indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,133 @@
+"""Prompts and noisy images as one input of HunyuanImage-3's network, and the attention among their tokens.
+
+    prefix of a row   prompt, <boi>, size, ratio, <timestep>   positions 0, 1, ..., P - 1 (row = column)
+    image of a row    L latent tokens                          rows and columns of a grid around P + L / 2
+
+A token of a prefix sees the earlier tokens of its row, and itself. A token of an image sees the prefix of its row and
+the whole image. The prefixes come first, end to end and padded, and then the images. The tokens after an image are left
+out, since no token of the image sees them. Nothing is kept between the forwards of a trajectory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unirl.models.chunks import round_up
+from unirl.models.language.attention import (
+    ROW_PAD_MULTIPLE,
+    AttentionFn,
+    AttentionLayer,
+    PackedAttention,
+    softmax_attention,
+)
+from unirl.types.conditions import PromptTokens
+from unirl.types.device import CPU, to_device
+from unirl.types.rows import rows_by_key
+
+HEADER = 4
+"""Tokens between a prompt and the latents of its image: <boi>, size, ratio and <timestep>."""
+
+
+@dataclass(frozen=True)
+class ImageInputs:
+    """The input of one forward for images."""
+
+    latents: Tensor  # [B, C, H, W]
+    timesteps: Tensor  # [B] fp32
+    tokens: Tensor  # [N] int64, those of the prefixes
+    timestep_index: Tensor  # [B] the place of each <timestep> among the tokens
+    positions: Tensor  # [N + B L, 2] int64, row and column
+    attention_fn: AttentionFn
+
+
+def image_inputs(
+    latents: Tensor, timesteps: Tensor, prompts: PromptTokens, header: Sequence[int], multiple: int
+) -> ImageInputs:
+    """The input for noisy latents [B, C, H, W] at timesteps [B]. Each latent of the image is a token.
+
+    Args:
+        header: the tokens <boi>, size, ratio and <timestep>.
+        multiple: the tokens of the prefixes are padded to a multiple of this.
+    """
+    device, (rows, columns) = latents.device, latents.shape[-2:]
+    lengths = [length + HEADER for length in prompts.lengths.tolist()]
+    marks = to_device(torch.tensor(list(header)), device)
+    tokens = [part for row in prompts.tokens.split(prompts.lengths.tolist()) for part in (row, marks)]
+    padding = round_up(sum(lengths), multiple) - sum(lengths)
+    places = [torch.arange(length) for length in [*lengths, padding]]
+    prefixes = torch.cat(places)[:, None].expand(-1, 2)
+    images = torch.cat([image_positions(length, rows, columns) for length in lengths])
+    ends = torch.tensor(lengths).cumsum(0) - 1
+    return ImageInputs(
+        latents=latents,
+        timesteps=timesteps,
+        tokens=torch.cat([*tokens, marks.new_zeros(padding)]),
+        timestep_index=to_device(ends, device),
+        positions=to_device(torch.cat([prefixes, images]), device),
+        attention_fn=ImageAttention(lengths, padding, rows * columns, device),
+    )
+
+
+def image_positions(start: int, rows: int, columns: int) -> Tensor:
+    """[rows * columns, 2] row and column of each latent. The grid is centred in the places `start`, `start` + 1, ...
+
+    The latents take as many places as there are, so that text after the image would go on at `start` + rows * columns.
+    """
+    count = rows * columns
+    row = start + (count - rows) // 2 + torch.arange(rows)
+    column = start + (count - columns) // 2 + torch.arange(columns)
+    return torch.stack(torch.meshgrid(row, column, indexing="ij"), dim=-1).flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """Rows whose prefixes are padded to the same length. A row's bits then depend on its own length alone."""
+
+    rows: Tensor  # [b] int64
+    prefix: Tensor  # [b, W] int64, the token at each place
+    mask: Tensor  # [b, 1, 1, W + L], True at real tokens
+
+
+class ImageAttention:
+    """The attention of one forward, over the prefixes and then the images."""
+
+    def __init__(self, lengths: Sequence[int], padding: int, num_latents: int, device: torch.device = CPU) -> None:
+        """
+        Args:
+            lengths: tokens of the prefix of each row.
+        """
+        # Everything is computed here, before the layers run, because their compiled forms only read it.
+        self.batch = len(lengths)
+        self.sizes = [sum(lengths) + padding, num_latents * self.batch]
+        self.prefixes = PackedAttention([*lengths, padding], device)
+        starts = torch.tensor([0, *lengths]).cumsum(0)
+        self.groups: list[RowGroup] = []
+        order: list[int] = []
+        for width, rows in rows_by_key(round_up(length, ROW_PAD_MULTIPLE) for length in lengths).items():
+            places = torch.arange(width)
+            is_real = places < torch.tensor(lengths)[rows, None]
+            tokens = torch.where(is_real, starts[rows, None] + places, starts[rows, None])
+            seen = torch.cat([is_real, torch.ones(len(rows), num_latents, dtype=torch.bool)], dim=1)
+            of_group = (torch.tensor(rows), tokens, seen[:, None, None])
+            self.groups.append(RowGroup(*(to_device(each, device) for each in of_group)))
+            order += rows
+        self.place_of_row = to_device(torch.tensor(order).argsort(), device)
+
+    def __call__(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        (text, latents), keys, values = (tensor.split(self.sizes) for tensor in (query, key, value))
+        text = self.prefixes(layer, text, keys[0], values[0], scale)
+        latents, *of_images = (t.unflatten(0, (self.batch, -1)) for t in (latents, keys[1], values[1]))
+        images = []
+        for group in self.groups:
+            k, v = (
+                torch.cat([prefix[group.prefix], own[group.rows]], dim=1).transpose(1, 2)
+                for prefix, own in zip((keys[0], values[0]), of_images, strict=True)
+            )
+            attended = softmax_attention(latents[group.rows].transpose(1, 2), k, v, scale, group.mask)
+            images.append(attended.transpose(1, 2))
+        in_order = torch.cat(images).index_select(0, self.place_of_row)
+        return torch.cat([text, in_order.flatten(0, 1)])

@@ -204,11 +204,14 @@ def test_what_cannot_be_is_refused_by_name(overrides, message) -> None:
         preflight(load(RECIPE, overrides))
 
 
-def test_tracks_out_of_order_are_refused(tmp_path) -> None:
-    text = Path("examples/unified_model/bagel_think_joint.yaml").read_text()
-    start, end = text.index("  think:\n    _target_"), text.index("  image:\n    _target_")
-    stop = text.index("algorithm:\n")
-    swapped = text[:start] + text[end:stop] + text[start:end] + text[stop:]
-    (tmp_path / "mine.yaml").write_text(swapped)
-    with pytest.raises(UniRLError, match="samples think, image, in this order"):
-        preflight(load(str(tmp_path / "mine.yaml")))
+def test_tracks_have_the_order_in_which_the_model_writes_and_draws() -> None:
+    assert list(load("unified_model/hi3_think").policies) == ["think", "recaption", "image"]
+
+
+def test_a_track_that_the_model_does_not_have_is_refused() -> None:
+    overrides = [
+        "sampling.plan={_target_: unirl.types.sampling.ARSamplingParams}",
+        "algorithm.plan={_target_: unirl.algorithms.ar_grpo.ARGRPO}",
+    ]
+    with pytest.raises(UniRLError, match="sampling names the track plan, and BagelPipeline samples think, image"):
+        preflight(load(RECIPE, overrides))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 from msgspec import Meta
 
@@ -364,6 +364,14 @@ class EnhancerConfig(RunSettings):
         return seen_by_tracks(self, {"ar": vars(self.ar), "diffusion": vars(self.diffusion)}, self.trained)
 
 
+@runtime_checkable
+class WritesTexts(Protocol):
+    """A class of pipelines that write texts before they draw."""
+
+    text_tracks: tuple[str, ...]
+    """The tracks of the texts, in the order in which they are written."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class UnifiedConfig(RunSettings):
     """A recipe of one network that samples several tracks, such as a text and the image that it describes.
@@ -385,7 +393,7 @@ class UnifiedConfig(RunSettings):
     sync: Node | None = None
     """Sends weights to an engine that has its own; absent = the engine uses the trained weights."""
     sampling: dict[str, Node]
-    """The sampling settings of each track, the first track first. The last track is scored."""
+    """The sampling settings of each track. The last track is scored."""
     algorithm: dict[str, Node]
     """The loss of each track."""
     trainer: Node = field(metadata={"target": "unirl.trainer.unified_model.UnifiedModelTrainer"})
@@ -413,12 +421,19 @@ class UnifiedConfig(RunSettings):
             )
 
     @property
+    def chain(self) -> list[str]:
+        """The tracks, each before the one that continues it: in the order of the pipeline's texts, then as written."""
+        pipeline = self.pipeline.schema.owner
+        texts = list(pipeline.text_tracks) if isinstance(pipeline, WritesTexts) else []
+        return sorted(self.sampling, key=lambda track: texts.index(track) if track in texts else len(texts))
+
+    @property
     def policies(self) -> dict[str, RecipeConfig]:
         """The recipe as each track sees it. The prompts of a track are the samples of the track before it."""
         blocks = {name: getattr(self, name) for name in ("bundle", "pipeline", "backend", "rollout", "stack", "sync")}
         of_track = {
-            track: blocks | {"sampling": sampling, "algorithm": self.algorithm[track]}
-            for track, sampling in self.sampling.items()
+            track: blocks | {"sampling": self.sampling[track], "algorithm": self.algorithm[track]}
+            for track in self.chain
         }
         return seen_by_tracks(self, of_track, self.trained or tuple(of_track))
 

@@ -223,7 +223,7 @@ def check_tracks(recipe: Recipe) -> None:
 
 
 def check_chain(recipe: Recipe) -> None:
-    """The pipeline must sample the tracks of one network, in their order."""
+    """The pipeline must sample the tracks of one network."""
     owner, config, tracks = recipe.config.pipeline.schema.owner, recipe.config, tuple(recipe.policies)
     if not issubclass(owner, UnifiedPipeline):
         raise IncompatibleError(
@@ -231,10 +231,11 @@ def check_chain(recipe: Recipe) -> None:
             "sampling and algorithm without names, or take a unified model, such as unirl.models.bagel.family"
         )
     chain = (*owner.text_tracks, IMAGE)
-    if tracks != tuple(name for name in chain if name in tracks):
+    unknown = [name for name in tracks if name not in chain]
+    if unknown:
         raise IncompatibleError(
-            f"sampling names the tracks {', '.join(tracks)}, and {config.pipeline.class_name} samples "
-            f"{', '.join(chain)}, in this order. Name some of these"
+            f"sampling names the track {unknown[0]}, and {config.pipeline.class_name} samples {', '.join(chain)}. Name "
+            "some of these"
         )
     for name in config.stack.get("loss_weights", dict) or {}:
         if name not in recipe.trained:

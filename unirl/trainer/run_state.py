@@ -94,8 +94,7 @@ class RunState:
                 "recipe": self.recipe,
                 "environment": self.environment,
             }
-            # Not sorted: the order of the tracks in a recipe says which one continues which.
-            text = json.dumps(state, indent=1, allow_nan=False)
+            text = json.dumps(state, indent=1, sort_keys=True, allow_nan=False)
             (folder / STATE_FILE).write_text(text)
         self.tracker.event("ckpt.commit", step=self.step)
 

@@ -22,7 +22,7 @@ from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.algorithms.diffusion_nft import DiffusionNFT
 from unirl.algorithms.diffusion_ppo import DiffusionPPO
 from unirl.config.errors import DataError, IncompatibleError, NotFoundError
-from unirl.models.denoising.image_tokens import TOKENS
+from unirl.models.denoising.continuous_tokens import TOKENS
 from unirl.models.denoising.stage import GradientMask
 from unirl.models.loading.adapter_files import Adapter
 from unirl.models.nextstep1.family import NextStepBundle, NextStepPipeline

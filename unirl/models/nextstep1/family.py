@@ -21,8 +21,8 @@ from torch import nn
 from unirl.config.errors import DataError, NotFoundError
 from unirl.models.base import components_to_load
 from unirl.models.chunks import batch_multiple
+from unirl.models.denoising.continuous_token_pipeline import Config, ContinuousTokenBundle, ContinuousTokenPipeline
 from unirl.models.denoising.embeddings import ConditionImages
-from unirl.models.denoising.image_token_pipeline import Config, ImageTokenBundle, ImageTokenPipeline
 from unirl.models.language.bundle import load_tokenizer
 from unirl.models.language.packing import prompt_tokens
 from unirl.models.loading.adapter_sources import AdapterLayers, adapter_file, read_peft
@@ -98,7 +98,7 @@ def facts(config: Config, vae: Config, multiple: int) -> NextStepFacts:
     )
 
 
-class NextStepBundle(ImageTokenBundle):
+class NextStepBundle(ContinuousTokenBundle):
     """The decoder with its flow-matching head in one network; the VAE; the tokenizer."""
 
     toy: ClassVar[Mapping[str, object]] = {"path": "toy", "dtype": "fp32"}
@@ -266,7 +266,7 @@ class NextStepBundle(ImageTokenBundle):
         return tokenizer
 
 
-class NextStepPipeline(ImageTokenPipeline[NextStepBundle]):
+class NextStepPipeline(ContinuousTokenPipeline[NextStepBundle]):
     """Text to image with NextStep-1."""
 
     def encode(

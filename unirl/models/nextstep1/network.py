@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from unirl.models.denoising.image_tokens import ImageTokenInputs, Reading
+from unirl.models.denoising.continuous_tokens import ImageTokenInputs, Reading
 from unirl.models.language.attention import ATTENTION, register_attention
 
 if TYPE_CHECKING:

@@ -102,7 +102,7 @@ class ImageTokenInputs:
     flow: Flow | None = None
 
 
-class ImageTokenDenoiser:
+class ContinuousTokenDenoiser:
     """The trained module as a velocity field over the tokens of an image."""
 
     def __init__(self, network: nn.Module, facts: LatentFacts, *, norm_tokens: bool) -> None:
@@ -182,7 +182,7 @@ class TokenReader:
     The number of rows is a multiple of `batch_multiple`, so that the bits of a row depend on its own tokens alone.
     """
 
-    def __init__(self, denoiser: ImageTokenDenoiser, prompts: PromptTokens, num_tokens: int, columns: int) -> None:
+    def __init__(self, denoiser: ContinuousTokenDenoiser, prompts: PromptTokens, num_tokens: int, columns: int) -> None:
         self.denoiser = denoiser
         self.prompts = prompts
         self.columns = columns
@@ -269,10 +269,10 @@ class _Sampling:
         return stored_positions(self.sde_indices, len(self.levels) - 1)
 
 
-class ImageTokenStage(DiffusionStage):
+class ContinuousTokenStage(DiffusionStage):
     """Samples images token by token, and replays all tokens of recorded steps at once."""
 
-    denoiser: ImageTokenDenoiser
+    denoiser: ContinuousTokenDenoiser
 
     @torch.no_grad()
     def sample(

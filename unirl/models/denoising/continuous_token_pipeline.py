@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from unirl.models.denoising.bundle import Decoder, LatentBundle
-from unirl.models.denoising.image_tokens import TOKENS, ImageTokenDenoiser, ImageTokenStage, normed
+from unirl.models.denoising.continuous_tokens import TOKENS, ContinuousTokenDenoiser, ContinuousTokenStage, normed
 from unirl.models.denoising.pipeline import LatentPipeline
 from unirl.models.denoising.vae import KLDecoder, packed, unpacked
 from unirl.models.loading.adapter_files import Adapter, write_peft_adapter
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Config = Mapping[str, Any]
 
 
-class ImageTokenBundle(LatentBundle):
+class ContinuousTokenBundle(LatentBundle):
     """One network that reads text and image tokens and denoises image tokens; a VAE; a tokenizer."""
 
     path: str
@@ -49,13 +49,13 @@ class ImageTokenBundle(LatentBundle):
     def network_at(self, folder: Path) -> nn.Module:
         """The network on the CPU, with the weights that `write_model` wrote into a folder."""
 
-    def stage(self) -> ImageTokenStage:
+    def stage(self) -> ContinuousTokenStage:
         return self.stage_over(self.trainable())
 
-    def stage_over(self, network: nn.Module) -> ImageTokenStage:
+    def stage_over(self, network: nn.Module) -> ContinuousTokenStage:
         """The stage of the trained network, or of another copy of it."""
-        denoiser = ImageTokenDenoiser(network, self.facts, norm_tokens=self.norm_tokens)
-        stage = ImageTokenStage(denoiser, self.facts, self.dtype)
+        denoiser = ContinuousTokenDenoiser(network, self.facts, norm_tokens=self.norm_tokens)
+        stage = ContinuousTokenStage(denoiser, self.facts, self.dtype)
         # Where all weights are trained, they are float32. With adapters, the base has the dtype of the computation.
         stage.needs_autocast = lambda: not adapted_layers(network)
         return stage
@@ -77,10 +77,10 @@ class NormedDecoder(KLDecoder):
         return super().decode(unpacked(tokens, latents.shape, self.patch_size))
 
 
-BundleT = TypeVar("BundleT", bound=ImageTokenBundle, covariant=True)
+BundleT = TypeVar("BundleT", bound=ContinuousTokenBundle, covariant=True)
 
 
-class ImageTokenPipeline(LatentPipeline[BundleT]):
+class ContinuousTokenPipeline(LatentPipeline[BundleT]):
     """A pipeline that gives replays the finished images, and exports to safetensors and peft."""
 
     lora_formats: ClassVar[tuple[str, ...]] = ("peft",)

@@ -29,7 +29,7 @@ OPENING = """\
 # Image and video models
 
 Each family adapts one model of diffusers to the denoising loop that all families share. Tests compare a toy of the same
-classes with diffusers' own pipeline, and BAGEL, which diffusers does not have, with its published equations
+classes with diffusers' own pipeline, and BAGEL and HunyuanImage-3, which it does not have, with the published equations
 ([what runs](support.md), [how to add a family](extending.md)). The sizes below are counted from the public
 configurations. **Published weights were never loaded here, and nothing ran on a GPU yet.**
 
@@ -47,7 +47,7 @@ file, and the layers of the file must be among `lora_cfg.target_modules`. Adapte
 continued run, and `unirl export` or `sample` of it, read the adapters of the checkpoint, and do not need the file.
 
 `bundle.path` in a recipe is one of these hub ids, a directory in the diffusers layout (in the published layout for
-BAGEL, which diffusers does not have), or `toy`. `guidance_scale`
+BAGEL and HunyuanImage-3), or `toy`. `guidance_scale`
 always means w in v_uncond + w (v_cond - v_uncond), and 1 means off; a distilled model with embedded guidance reads the
 scale as an input. Sides are in pixels. A side that does not fit is refused with the nearest ones that do."""
 GUIDANCE: Mapping[type, str] = {

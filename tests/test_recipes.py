@@ -324,6 +324,13 @@ PUBLISHED = {
     | {"backend.fsdp_cfg.activation_checkpointing": True, "sampling.trajectory_dtype": "fp32"}
     | {"sampling.num_inference_steps": 14, "sampling.kernel.eta": 1.0, "sampling.init_same_noise": False}
     | {"sampling.sde_steps.num_steps": 2, "sampling.sde_steps.low": 0.0, "sampling.sde_steps.high": 0.5},
+    "unified_model/hi3_trainside": SD3
+    | FIRST_HALF
+    | {"batch_size": 2, "num_rollouts": 100, "bundle.path": "tencent/HunyuanImage-3.0-Instruct"}
+    | {"advantage.std": "group", "backend.lora_cfg.rank": 8, "backend.lora_cfg.alpha": 16.0}
+    | {"backend.optimizer_cfg.learning_rate": 1e-4, "backend.fsdp_cfg.activation_checkpointing": True}
+    | {"stack.num_updates_per_batch": 1, "sampling.samples_per_prompt": 4, "sampling.num_inference_steps": 16}
+    | {"sampling.kernel.eta": 1.0, "sampling.height": 1024, "sampling.width": 1024, "sampling.init_same_noise": False},
     "diffusion/sd3_flowdppo": SD3_DPPO | FIRST_HALF | {"stack.micro_batch_size": "auto"},
     "diffusion/sd3_flowgrpo": SD3
     | EVERY_STEP

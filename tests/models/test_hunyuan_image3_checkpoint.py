@@ -296,7 +296,7 @@ class PublishedVAE:
         return self.resnet(f"{name}.block_2", x)
 
     def moved(self, x: Tensor, frames: int, to_channels: bool) -> Tensor:
-        """Cells of frames x 2 x 2 places to channels, or back: place (f, h, w) has the channels ((f 2 + h) 2 + w) C + c."""
+        """Cells of frames x 2 x 2 places to channels, or back: place (f, h, w) has channels ((f 2 + h) 2 + w) C + c."""
         _, channels, t, rows, columns = x.shape
         cells = [(f, h, w) for f in range(frames) for h in range(2) for w in range(2)]
         if to_channels:

@@ -230,7 +230,7 @@ class HunyuanImage3Pipeline(UnifiedPipeline[HunyuanImage3Bundle]):
         bundle: HunyuanImage3Bundle,
         *,
         system_instruction: str | None = None,
-        decode_batch_size: int = 4,
+        decode_batch_size: int = 1,
         keep_resident: bool = True,
         decode_ahead: bool = False,
     ) -> None:

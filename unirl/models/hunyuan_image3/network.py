@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from unirl.models.chunks import batch_multiple, round_up
-from unirl.models.hunyuan_image3.packing import ImageInputs
+from unirl.models.hunyuan_image3.packing import PrefixedImages
 from unirl.models.language.attention import AttentionFn
 from unirl.models.language.policy import Outputs, TokenInputs
 
@@ -58,7 +58,7 @@ def rotated(states: Tensor, by: Rotations) -> Tensor:
     return states * cosines + torch.cat([-second, first], dim=-1) * sines
 
 
-class RMSNorm(nn.Module):
+class RoundedRMSNorm(nn.Module):
     """An RMS norm that is computed in float32 and rounded before the weight multiplies it."""
 
     def __init__(self, width: int, eps: float) -> None:
@@ -72,7 +72,7 @@ class RMSNorm(nn.Module):
         return self.weight * (wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()).to(x.dtype)
 
 
-class Attention(nn.Module):
+class NormedAttention(nn.Module):
     """Attention with grouped keys. Queries and keys are rotated, and then normed."""
 
     def __init__(self, config: Config) -> None:
@@ -83,8 +83,8 @@ class Attention(nn.Module):
         num_heads = self.num_keys * (self.queries_per_key + 2)
         self.qkv_proj = nn.Linear(width, num_heads * self.head_width, bias=bias)
         self.o_proj = nn.Linear(config["num_attention_heads"] * self.head_width, width, bias=bias)
-        self.query_layernorm = RMSNorm(self.head_width, config["rms_norm_eps"])
-        self.key_layernorm = RMSNorm(self.head_width, config["rms_norm_eps"])
+        self.query_layernorm = RoundedRMSNorm(self.head_width, config["rms_norm_eps"])
+        self.key_layernorm = RoundedRMSNorm(self.head_width, config["rms_norm_eps"])
 
     def forward(self, x: Tensor, by: Rotations, attention_fn: AttentionFn) -> Tensor:
         """[N, D] from [N, D]."""
@@ -170,12 +170,12 @@ class HunyuanImage3DecoderLayer(nn.Module):
     def __init__(self, config: Config, index: int) -> None:
         super().__init__()
         width, eps = config["hidden_size"], config["rms_norm_eps"]
-        self.self_attn = Attention(config)
+        self.self_attn = NormedAttention(config)
         is_dense = index < config.get("moe_layer_num_skipped", 0)
         dense = MLP(width, config["intermediate_size"], config.get("mlp_bias", False)) if is_dense else None
         self.mlp = MoE(config, index) if dense is None else dense
-        self.input_layernorm = RMSNorm(width, eps)
-        self.post_attention_layernorm = RMSNorm(width, eps)
+        self.input_layernorm = RoundedRMSNorm(width, eps)
+        self.post_attention_layernorm = RoundedRMSNorm(width, eps)
 
     def forward(self, x: Tensor, by: Rotations, attention_fn: AttentionFn) -> Tensor:
         """[N, D] from [N, D]."""
@@ -192,7 +192,7 @@ class Backbone(nn.Module):
         self.rope = (config["attention_head_dim"], float(config["rope_theta"]))
         self.wte = nn.Embedding(config["vocab_size"], config["hidden_size"])
         self.layers = nn.ModuleList(HunyuanImage3DecoderLayer(config, i) for i in range(config["num_hidden_layers"]))
-        self.ln_f = RMSNorm(config["hidden_size"], config["rms_norm_eps"])
+        self.ln_f = RoundedRMSNorm(config["hidden_size"], config["rms_norm_eps"])
 
     def forward(self, x: Tensor, positions: Tensor, attention_fn: AttentionFn) -> Tensor:
         """Hidden states [N, D] after the last layer, without the norm."""
@@ -202,7 +202,7 @@ class Backbone(nn.Module):
         return x
 
 
-class TimestepEmbedder(nn.Module):
+class TimestepEmbedding(nn.Module):
     """The embedding of a timestep."""
 
     def __init__(self, width: int) -> None:
@@ -239,7 +239,7 @@ class ResBlock(nn.Module):
         return result
 
 
-class PatchEmbed(nn.Module):
+class LatentEmbedding(nn.Module):
     """Latents to tokens, one for each latent."""
 
     def __init__(self, config: Config) -> None:
@@ -255,7 +255,7 @@ class PatchEmbed(nn.Module):
         return result.flatten(2).transpose(1, 2)
 
 
-class FinalLayer(nn.Module):
+class VelocityLayer(nn.Module):
     """Hidden states of the tokens to velocities."""
 
     def __init__(self, config: Config) -> None:
@@ -281,9 +281,9 @@ class HunyuanImage3Network(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         width = config["hidden_size"]
-        self.timestep_emb, self.time_embed, self.time_embed_2 = (TimestepEmbedder(width) for _ in range(3))
-        self.patch_embed = PatchEmbed(config)
-        self.final_layer = FinalLayer(config)
+        self.timestep_emb, self.time_embed, self.time_embed_2 = (TimestepEmbedding(width) for _ in range(3))
+        self.patch_embed = LatentEmbedding(config)
+        self.final_layer = VelocityLayer(config)
         self.model = Backbone(config)
         self.lm_head = nn.Linear(width, config["vocab_size"], bias=False)
 
@@ -292,15 +292,15 @@ class HunyuanImage3Network(nn.Module):
         """A network with newly initialised weights. Keys that it does not know are ignored."""
         return cls(config)
 
-    def forward(self, inputs: TokenInputs | ImageInputs) -> Outputs:
+    def forward(self, inputs: TokenInputs | PrefixedImages) -> Outputs:
         """The outputs that `inputs.output_fn` computes of a text, or the output `velocity` [B, C, H, W] of images."""
         embeds = self.model.wte(inputs.tokens)
-        if isinstance(inputs, ImageInputs):
+        if isinstance(inputs, PrefixedImages):
             return {"velocity": self.velocity(embeds, inputs)}
         states = self.model(embeds, inputs.positions, inputs.attention_fn)
         return inputs.output_fn(self.lm_head, self.model.ln_f(states))
 
-    def velocity(self, prefixes: Tensor, inputs: ImageInputs) -> Tensor:
+    def velocity(self, prefixes: Tensor, inputs: PrefixedImages) -> Tensor:
         """v = eps - x0 [B, C, H, W] at the latents of `inputs`, given the embeddings [N, D] of the prefixes."""
         dtype, times = self.lm_head.weight.dtype, inputs.timesteps
         token = self.timestep_emb(times, dtype).to(prefixes.dtype)

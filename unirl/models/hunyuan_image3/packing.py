@@ -33,7 +33,7 @@ HEADER = 4
 
 
 @dataclass(frozen=True)
-class ImageInputs:
+class PrefixedImages:
     """The input of one forward for images."""
 
     latents: Tensor  # [B, C, H, W]
@@ -46,7 +46,7 @@ class ImageInputs:
 
 def image_inputs(
     latents: Tensor, timesteps: Tensor, prompts: PromptTokens, header: Sequence[int], multiple: int
-) -> ImageInputs:
+) -> PrefixedImages:
     """The input for noisy latents [B, C, H, W] at timesteps [B]. Each latent of the image is a token.
 
     Args:
@@ -62,13 +62,13 @@ def image_inputs(
     prefixes = torch.cat(places)[:, None].expand(-1, 2)
     images = torch.cat([image_positions(length, rows, columns) for length in lengths])
     ends = torch.tensor(lengths).cumsum(0) - 1
-    return ImageInputs(
+    return PrefixedImages(
         latents=latents,
         timesteps=timesteps,
         tokens=torch.cat([*tokens, marks.new_zeros(padding)]),
         timestep_index=to_device(ends, device),
         positions=to_device(torch.cat([prefixes, images]), device),
-        attention_fn=ImageAttention(lengths, padding, rows * columns, device),
+        attention_fn=PrefixedAttention(lengths, padding, rows * columns, device),
     )
 
 
@@ -84,7 +84,7 @@ def image_positions(start: int, rows: int, columns: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class RowGroup:
+class PrefixGroup:
     """Rows whose prefixes are padded to the same length. A row's bits then depend on its own length alone."""
 
     rows: Tensor  # [b] int64
@@ -92,7 +92,7 @@ class RowGroup:
     mask: Tensor  # [b, 1, 1, W + L], True at real tokens
 
 
-class ImageAttention:
+class PrefixedAttention:
     """The attention of one forward, over the prefixes and then the images."""
 
     def __init__(self, lengths: Sequence[int], padding: int, num_latents: int, device: torch.device = CPU) -> None:
@@ -105,7 +105,7 @@ class ImageAttention:
         self.sizes = [sum(lengths) + padding, num_latents * self.batch]
         self.prefixes = PackedAttention([*lengths, padding], device)
         starts = torch.tensor([0, *lengths]).cumsum(0)
-        self.groups: list[RowGroup] = []
+        self.groups: list[PrefixGroup] = []
         order: list[int] = []
         for width, rows in rows_by_key(round_up(length, ROW_PAD_MULTIPLE) for length in lengths).items():
             places = torch.arange(width)
@@ -113,7 +113,7 @@ class ImageAttention:
             tokens = torch.where(is_real, starts[rows, None] + places, starts[rows, None])
             seen = torch.cat([is_real, torch.ones(len(rows), num_latents, dtype=torch.bool)], dim=1)
             of_group = (torch.tensor(rows), tokens, seen[:, None, None])
-            self.groups.append(RowGroup(*(to_device(each, device) for each in of_group)))
+            self.groups.append(PrefixGroup(*(to_device(each, device) for each in of_group)))
             order += rows
         self.place_of_row = to_device(torch.tensor(order).argsort(), device)
 

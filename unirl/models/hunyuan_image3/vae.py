@@ -148,7 +148,7 @@ def levels(widths: Sequence[int], layers: int, name: str, factors: Sequence[Fact
     return result
 
 
-class Encoder(nn.Module):
+class ImageVAEEncoder(nn.Module):
     """Pixels to means and log-variances of latents."""
 
     def __init__(self, config: Mapping[str, Any], factors: Sequence[Factors]) -> None:
@@ -171,7 +171,7 @@ class Encoder(nn.Module):
         return result
 
 
-class Decoder(nn.Module):
+class ImageVAEDecoder(nn.Module):
     """Latents to pixels."""
 
     def __init__(self, config: Mapping[str, Any], factors: Sequence[Factors]) -> None:
@@ -202,7 +202,7 @@ class HunyuanImage3VAE(nn.Module):
         spatial, temporal = (int(math.log2(config[f"ffactor_{axis}"])) for axis in ("spatial", "temporal"))
         # The frames are joined last, and are separated first.
         up = [(2, 2, 2) if i < temporal else (1, 2, 2) for i in range(spatial)]
-        self.encoder, self.decoder = Encoder(config, up[::-1]), Decoder(config, up)
+        self.encoder, self.decoder = ImageVAEEncoder(config, up[::-1]), ImageVAEDecoder(config, up)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:

@@ -228,7 +228,7 @@ def check_chain(recipe: Recipe) -> None:
     if not issubclass(owner, UnifiedPipeline):
         raise IncompatibleError(
             f"sampling names the tracks {', '.join(tracks)}, and {config.pipeline.class_name} samples one track. Write "
-            "sampling and algorithm without names, or take a unified model, such as unirl.models.bagel.family"
+            "sampling and algorithm without names, or take the bundle and the pipeline of a unified model"
         )
     chain = (*owner.text_tracks, IMAGE)
     unknown = [name for name in tracks if name not in chain]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from unirl.algorithms.base import StageAlgorithm
 from unirl.algorithms.shared.advantages import GroupAdvantage
@@ -241,8 +241,7 @@ def estimator_of(recipe: Recipe) -> AdvantageEstimator:
     estimator: AdvantageEstimator = build(recipe.config.advantage)
     if not CREDIT_RULES[recipe.credit].leave_one_out:
         return estimator
-    assert isinstance(estimator, GroupAdvantage), "preflight refuses another estimator with this rule"
-    return estimator.leaving_one_out()
+    return cast(GroupAdvantage, estimator).leaving_one_out()  # preflight refuses another estimator with this rule
 
 
 def engine_of(recipe: Recipe, learners: Mapping[str, Learner], phases: Phases) -> RolloutEngine:

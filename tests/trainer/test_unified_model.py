@@ -126,8 +126,10 @@ def test_a_run_that_is_stopped_goes_on_bit_for_bit(finished, tmp_path) -> None:
 
 
 def test_an_engine_with_weights_of_its_own_samples_the_same_bits(finished, tmp_path) -> None:
+    """Also where the trainer's network begins without storage: the engine, which no backend fills, loads its own."""
     engine = "rollout={_target_: unirl.rollout.engine.replica.engine.ReplicaRolloutEngine}"
-    rows = run(tmp_path, engine, "sync={_target_: unirl.distributed.weight_sync.sync.EngineSync}", "save_interval=1")
+    sync = "sync={_target_: unirl.distributed.weight_sync.sync.EngineSync}"
+    rows = run(tmp_path, engine, sync, "bundle.meta_init=true", "save_interval=1")
     for found, expected in zip(rows, metrics_of(finished), strict=True):
         assert found["sync/bytes"] > 0
         same = [name for name in expected if "sync/" not in name and "parity" not in name]

@@ -10,7 +10,7 @@ A policy of several tracks has a stage, a loss and a stack for each of them, and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -163,7 +163,7 @@ def place_dedicated(places: Places, reward: RewardService) -> Roles:
     training = places.training(train, bundle, stages)
     backend = training.backend
 
-    engine_bundle = places.node(engine, "engine_bundle", Bundle, config.bundle)
+    engine_bundle = places.node(engine, "engine_bundle", Bundle, with_storage(config.bundle))
     engine_pipeline = places.node(engine, "engine_pipeline", Pipeline, config.pipeline, bundle=engine_bundle)
     rollout = places.node(engine, "rollout", RolloutEngine, config.rollout, pipeline=engine_pipeline)
 
@@ -200,6 +200,11 @@ def stage_of_pipeline(track: str, pipeline: Pipeline) -> object:
 def stage_of_bundle(track: str, bundle: Bundle) -> object:
     """The policy of a track, without encoders and decoder."""
     return bundle.stage_of(track)
+
+
+def with_storage(bundle: Node) -> Node:
+    """The bundle of an engine. No backend fills its network, so it loads the weights itself."""
+    return replace(bundle, values={**bundle.values, "meta_init": False}) if bundle.values.get("meta_init") else bundle
 
 
 def build_shared_stack(node: Node, backend: TrainBackend, **stacks: TrainStack) -> UnifiedModelStack:

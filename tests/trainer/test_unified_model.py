@@ -12,10 +12,12 @@ import torch
 
 from tests.run_files import metrics_of
 from unirl.cli.main import main
+from unirl.cli.plan import made_by
 from unirl.config.errors import Preempted, UniRLError
 from unirl.config.load import load
 from unirl.config.recipe import UnifiedConfig, keys_of_policy, policy_keys, recipe_class, said_of_policy
 from unirl.plan.preflight import preflight
+from unirl.plan.sizes import RunSizes
 from unirl.trainer.assemble import build_trainer
 from unirl.types.rollout_req import child_ids
 from unirl.types.segments import LatentSegment, TextSegment
@@ -217,3 +219,9 @@ def test_a_track_that_the_model_does_not_have_is_refused() -> None:
     ]
     with pytest.raises(UniRLError, match="sampling names the track plan, and BagelPipeline samples think, image"):
         preflight(load(RECIPE, overrides))
+
+
+def test_the_plan_counts_the_tokens_of_the_text_and_the_images_of_the_image() -> None:
+    sizes = {name: RunSizes.of(config) for name, config in load(RECIPE).policies.items()}
+    assert (made_by(sizes["think"]), made_by(sizes["image"])) == ("tokens", "images")
+    assert sizes["think"].sizes.network.cache_width > 0 == sizes["image"].sizes.network.cache_width

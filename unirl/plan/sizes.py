@@ -132,7 +132,9 @@ class RunSizes:
         owner = config.bundle.schema.owner
         assert isinstance(owner, Estimated) and config.model_path is not None
         estimate = owner.estimate(config.model_path, config.model_revision)
-        estimate = replace(estimate, facts=estimate.facts.of(build(config.sampling)))
+        facts = estimate.facts.of(build(config.sampling))
+        cache_width = facts.cache_width if isinstance(facts, LanguageFacts) else estimate.cache_width
+        estimate = replace(estimate, facts=facts, cache_width=cache_width)
         geometry = geometry_of(config, placement, needs)
         transfer = _transfer(config, placement, estimate)
         sizes = replace(_sizes(config, placement, geometry, needs, estimate, transfer), is_trained=is_trained)

@@ -55,7 +55,7 @@ def with_facts(trainer: Trainer, **changes) -> RequestMaker:
 
 def test_every_step_is_of_one_size_and_the_schedule_follows_it(tmp_path) -> None:
     with trainer_of(tmp_path, SIZES) as trainer:
-        facts = trainer.policy.facts
+        facts = trainer.policy.tracks["image"].facts
         assert isinstance(facts, LatentFacts)
         schedule = SigmaSchedule(dynamic="exponential", base_shift=0.5, max_shift=3.0, base_image_seq_len=1)
         trainer.requests = with_facts(trainer, schedule=schedule)

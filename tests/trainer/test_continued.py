@@ -103,7 +103,7 @@ def test_a_run_works_out_its_sizes_once(tmp_path, monkeypatch):
     """For the check of its memory, the tiles, and the rows of a micro-batch."""
     counted = []
     work_out = RunSizes.of
-    monkeypatch.setattr(sizes.RunSizes, "of", lambda config: counted.append(config) or work_out(config))
+    monkeypatch.setattr(sizes.RunSizes, "of", lambda *given: counted.append(given) or work_out(*given))
     monkeypatch.setattr(LocalGroup, "device_kind", lambda group: LARGE)
     run(tmp_path / "run", "stack.micro_batch_size=auto", "num_rollouts=1")
     assert len(counted) == 1

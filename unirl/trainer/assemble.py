@@ -297,16 +297,18 @@ def place_learner(
     *_, last = tracks
     plan, tiling = plan_of(tracks[last].config), tiling_key(tracks[last].config)
     tiles = tiling_of(tracks[last], pool.group(plan.rollout), saved.get(tiling), tracker.choice)
-    if tiles is not None:
-        tracks = {name: replace(sizes, config=with_tiling(sizes.config, tiles)) for name, sizes in tracks.items()}
-        chosen |= {tiling: tiles}
     configs = {name: sizes.config for name, sizes in tracks.items()}
+    if tiles is not None:
+        configs = {name: with_tiling(config, tiles) for name, config in configs.items()}
+        chosen |= {tiling: tiles}
+    if tiles:  # decoding in tiles needs less memory
+        tracks = {name: replace(sizes, config=configs[name]) for name, sizes in tracks.items()}
     place_roles = place_dedicated if plan.is_dedicated else place_trainside
     roles = place_roles(Places(policy, pool, plan, configs, trained), reward)
     config, facts = configs[last], roles.rollout.facts()
     return Learner(
         tracks={
-            name: track_learner(name, name in trained, sizes, roles, facts, chosen, tracker, len(tracks) > 1)
+            name: track_learner(name, name in trained, sizes, configs[name], roles, facts, chosen, tracker)
             for name, sizes in tracks.items()
         },
         roles=roles,
@@ -323,21 +325,21 @@ def track_learner(
     track: str,
     is_trained: bool,
     sizes: RecipeSizes,
+    config: RecipeConfig,
     roles: Roles,
     facts: ModelFacts,
     chosen: dict[str, Any],
     tracker: Tracker,
-    shares_keys: bool,
 ) -> TrackLearner:
     """What a policy learns from one track.
 
     Args:
+        config: the recipe as the track sees it, with what the run chose.
         chosen: gets the open settings of this track.
-        shares_keys: other tracks of the policy have the same stack block.
     """
-    config, stack = sizes.config, roles.stacks[track]
+    stack = roles.stacks[track]
     algorithm: StageAlgorithm[object] = build(config.algorithm)
-    name = track if shares_keys else ""
+    name = track if roles.shared_stack is not None else ""  # the tracks have the same stack block
     micro_batch = MicroBatch(sizes, stack, tracker.choice, name) if chooses_micro_batch(config) else None
     chosen |= {} if micro_batch is None else {micro_batch.key: None}
     return TrackLearner(

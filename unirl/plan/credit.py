@@ -1,4 +1,4 @@
-"""Whether the credit of a recipe of several tracks works: a reward reaches every track, and the rule of credit fits."""
+"""Checks the credit of a recipe of several tracks: a reward reaches every track, and the rule of credit fits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a checked recipe becomes a trainer: what a run needs, the reward, and the policies, joined in a loop.
+"""Builds the trainer of a checked recipe: checks what the run needs, places the reward and the policies, joins them.
 
 `unirl/trainer/places.py` builds the roles of each policy. The reward is on the devices that the placement gives it.
 """

@@ -304,7 +304,7 @@ def place_learner(
     if tiles:  # decoding in tiles needs less memory
         tracks = {name: replace(sizes, config=configs[name]) for name, sizes in tracks.items()}
     place_roles = place_dedicated if plan.is_dedicated else place_trainside
-    roles = place_roles(Places(policy, pool, plan, configs, trained), reward)
+    roles = place_roles(Places(policy, pool, plan, configs, trained, tracker.run.root), reward)
     config, facts = configs[last], roles.rollout.facts()
     return Learner(
         tracks={

@@ -46,10 +46,10 @@ def check_compatibility(config: RecipeConfig, needs: Needs, plan: PlacementPlan,
         _refill_problems,
         _loss_problems,
         _eight_bit_problems,
-        _server_problems,
         _backend_problems,
         *((_reward_modality_problems,) if is_scored else ()),
         _modality_problems,
+        _server_problems,
         _reward_gradient_problems,
     )
     for rule in rules:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -248,19 +248,24 @@ class WeightReceiver:
         return Arrival(current().rank, self.version, self.weights, tuple(self.received), fingerprints(held))
 
 
-class WeightStaging(WeightReceiver):
-    """Keeps what arrives in main memory, on its way to a server that has the network.
+class WeightForwarder(WeightReceiver):
+    """Checks what arrives on its way to a server that has the network.
 
     The network of this process has no storage: it only names parameters, shapes and dtypes.
     """
 
     def __init__(self, network: nn.Module, layout: WeightLayout) -> None:
         super().__init__(network, layout)
-        self.tensors: dict[str, Tensor] = {}
-        """The tensors of the last transfer, by name, in the dtypes of the network."""
+        self._bucket: dict[str, Tensor] = {}
+
+    def checked(self, bucket: Bucket) -> Mapping[str, Tensor]:
+        """The tensors of a bucket by name, in the dtypes of the network. Raises SyncError as `receive` does."""
+        self._bucket = {}
+        self.receive(bucket)
+        return self._bucket
 
     def _store(self, name: str, values: Tensor) -> None:
-        self.tensors[name] = values.to("cpu", self.network.get_parameter(name).dtype, copy=True)
+        self._bucket[name] = values.to(self.network.get_parameter(name).dtype)
 
     def arrival_of(self, held: Iterable[tuple[str, Tensor]]) -> Arrival:
         """The report on the last transfer, given the tensors that the server holds."""

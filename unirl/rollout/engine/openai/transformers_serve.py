@@ -42,18 +42,18 @@ PROBE_LADDER = (1e-5, 1e-4, 1e-3, 1e-2, 5e-2, 0.25)
 """Relative differences that the probe tells apart."""
 
 
-class Choice(msgspec.Struct):
+class ServedChoice(msgspec.Struct):
     """The part of a choice that is read."""
 
     text: str
     finish_reason: str
 
 
-class Completion(msgspec.Struct):
+class ServedCompletion(msgspec.Struct):
     """The part of a response of /v1/completions that is read."""
 
     model: str
-    choices: list[Choice]
+    choices: list[ServedChoice]
 
 
 class TransformersServer(TokenServer):
@@ -86,6 +86,9 @@ class TransformersServer(TokenServer):
         self.max_restarts = max_restarts
         self.model: Path | None = None
         """The folder of the weights that the server has."""
+        self.sent: dict[str, Tensor] = {}
+        """The tensors of the transfer that is under way, by name."""
+        self.weights_name = ""
         self.process: ServerProcess | None = None
         self._recovering = threading.Lock()
         if url is None:
@@ -157,15 +160,21 @@ class TransformersServer(TokenServer):
         }
         reply = self._post("/v1/completions", body)
         try:
-            completion = msgspec.json.decode(reply.body, type=Completion)
+            completion = msgspec.json.decode(reply.body, type=ServedCompletion)
             [choice] = completion.choices
             tokens = [int(word) for word in choice.text.split()]
         except (msgspec.DecodeError, ValueError) as error:
             raise EngineError(f"{self.name}: an answer cannot be read: {error}: {shown(reply)}") from error
         return TokenAnswer(tokens, None, Path(completion.model).name)
 
-    def load_weights(self, name: str, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        old, folder = self.model, self.folder / name
+    def begin_weights(self, name: str) -> None:
+        self.sent, self.weights_name = {}, name
+
+    def send_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        self.sent |= {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+
+    def end_weights(self) -> Iterator[tuple[str, Tensor]]:
+        old, folder, tensors = self.model, self.folder / self.weights_name, self.sent
         with quiet_libraries():
             self.pipeline.write_model(tensors, folder)
             id_tokenizer(self.pipeline.facts.vocab_size).save_pretrained(folder)
@@ -177,6 +186,7 @@ class TransformersServer(TokenServer):
         with quiet_libraries():
             network = load_network(bundle.family.network_class(), folder, bundle.dtype)
         held = dict(network.named_parameters(remove_duplicate=False))
+        self.sent = {}
         return ((name, held[name]) for name in tensors)
 
     def probe(self, prompts: Sequence[Sequence[int]], logits: Tensor) -> ProbeResult:

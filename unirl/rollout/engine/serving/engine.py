@@ -1,7 +1,7 @@
 """Samples tokens with a server: encodes prompts, sends requests, checks every answer, and sends weights.
 
 prompts --encode--> token ids --TokenServer.complete--> token ids --checks--> segment
-buckets --WeightStaging--> TokenServer.load_weights --> read back --> fingerprints --> probe of the logits
+buckets --WeightForwarder--> TokenServer.send_weights --> read back --> fingerprints --> probe of the logits
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from unirl.config.errors import EngineError, IncompatibleError, SyncError
 from unirl.config.http import MAX_PAUSE_S, RequestFailed, ServerBusy
 from unirl.distributed.weight_sync.base import Arrival, CanaryResult, Numerics, ParamMapping, WeightLayout
 from unirl.distributed.weight_sync.buckets import Bucket
-from unirl.distributed.weight_sync.endpoints import WeightStaging
+from unirl.distributed.weight_sync.endpoints import WeightForwarder
 from unirl.models.base import CanaryOutput, response_of
 from unirl.models.language.decoding import Response, ResponseBuilder
 from unirl.models.language.packing import prompts_of
@@ -57,7 +57,7 @@ class TokenServingEngine(DedicatedEngine):
             )
         self.pipeline = pipeline
         self.server = server
-        self.staging: WeightStaging | None = None
+        self.forwarder: WeightForwarder | None = None
         self.num_transfers = 0
         self.weights_name = ""
         """The name under which the server has the weights of the last transfer."""
@@ -77,25 +77,27 @@ class TokenServingEngine(DedicatedEngine):
             )
         self.server.wait_ready()
         network = self.pipeline.bundle.trainable()
-        self.staging = WeightStaging(network, layout)
+        self.forwarder = WeightForwarder(network, layout)
         computing = Numerics.of(network, self.pipeline.stage.autocast_dtype, self.pipeline.bundle.device)
         numerics = Numerics(f"{self.server.name}", 0, computing.compute, computing.storage)
-        return ParamMapping(self.staging.dtypes(), numerics)
+        return ParamMapping(self.forwarder.dtypes(), numerics)
 
     def take(self, bucket: Bucket) -> None:
-        self._staged().receive(bucket)
+        tensors = self._bound().checked(bucket)
+        if bucket.number == 0:
+            self.num_transfers += 1
+            self.weights_name = f"{self.num_transfers:06d}-{bucket.weights}-{bucket.version}"
+            self.server.begin_weights(self.weights_name)
+        self.server.send_weights(tensors)
 
     def arrival(self) -> Arrival:
-        """Load the weights of the transfer into the server, and report what it has now."""
-        staging = self._staged()
-        self.num_transfers += 1
-        self.weights_name = f"{self.num_transfers:06d}-{staging.weights}-{staging.version}"
-        return staging.arrival_of(self.server.load_weights(self.weights_name, staging.tensors))
+        """Let the server sample from the weights of the transfer, and report what it has now."""
+        return self._bound().arrival_of(self.server.end_weights())
 
-    def _staged(self) -> WeightStaging:
-        if self.staging is None:
+    def _bound(self) -> WeightForwarder:
+        if self.forwarder is None:
             raise SyncError("weights arrived before prepare(layout) was called")
-        return self.staging
+        return self.forwarder
 
     def canary_inputs(self) -> PromptTokens:
         return self.pipeline.canary_inputs()

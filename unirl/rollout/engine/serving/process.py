@@ -109,7 +109,7 @@ class ServerProcess:
         """The place of the log and its last lines."""
         with suppress(OSError), self.log.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - SHOWN_BYTES))
-            lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+            lines = [line for line in log.read(SHOWN_BYTES).decode(errors="replace").splitlines() if line.strip()]
             return "\n  ".join([f"Its log is {self.log}; the last lines are:", *lines[-SHOWN_LINES:]])
         return f"Its log {self.log} cannot be read."
 

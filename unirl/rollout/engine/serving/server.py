@@ -80,14 +80,19 @@ class TokenServer(ABC):
         """
 
     @abstractmethod
-    def load_weights(self, name: str, tensors: Mapping[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
-        """Make the server sample from these weights, under this name.
+    def begin_weights(self, name: str) -> None:
+        """Begin a transfer of weights, which the server will have under this name."""
 
-        Args:
-            tensors: by the names of the trained network, on the CPU.
+    @abstractmethod
+    def send_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Send the tensors of one bucket, by the names of the trained network. Their memory is reused afterwards."""
+
+    @abstractmethod
+    def end_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """Make the server sample from the weights of the transfer.
 
         Returns:
-            The tensors that the server has now, by the same names, read back.
+            All tensors of the transfer as the server has them now, by the same names, read back.
         """
 
     @abstractmethod

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from unirl.config.errors import ConfigError, RewardError, did_you_mean
+from unirl.config.errors import ConfigError, InvalidValueError, RewardError, did_you_mean
 from unirl.reward.base import RewardScorer
 from unirl.reward.scoring import COMPONENT, PLAIN_NAME, failed_response, objective_of, response_of
 from unirl.types.protocols import Capabilities
@@ -40,6 +41,9 @@ class WeightedRewards(RewardScorer):
                 raise ConfigError(f"scorers.{name}: the name becomes part of a metric: {PLAIN_NAME}")
         for name in scorers.keys() - weights.keys():
             raise ConfigError(f"scorers.{name} has no weight: add weights.{name}, such as 1.0")
+        problem = weights_problem(weights)
+        if problem is not None:
+            raise InvalidValueError(f"weights{problem}")
         self.scorers = dict(scorers)
         self.parts = tuple(scorers.values())
         self.weights = dict(weights)
@@ -80,6 +84,16 @@ class WeightedRewards(RewardScorer):
             if weight:
                 total = total + weight * objective_of(self.scorers[name], images, prompts)
         return total
+
+
+def weights_problem(weights: Mapping[str, float]) -> str | None:
+    """Returns the end of a message about weights from which no reward follows, after their name; None if one does."""
+    for name, weight in weights.items():
+        if not math.isfinite(weight):
+            return f".{name}={weight} is not a finite number. Write one, such as 1.0"
+    if not any(weights.values()):
+        return f"={dict(weights)}: every reward would be 0, and nothing learned. Give one a weight, such as 1.0"
+    return None
 
 
 def combined(total: Tensor, responses: Mapping[str, RewardResponse], logged: Collection[str]) -> RewardResponse:

@@ -64,7 +64,7 @@ class Monitor:
         """
         for name, track in resp.tracks.items():
             self.record(name, {**track.segment.statistics(), **rewrite_metrics(req, resp, track)})
-        track = resp.tracks[self.track]
+        track = resp.with_scores_above(self.track)
         reasons = {**drop_reasons(track), **selected.reasons}
         dropped = sum(reasons.values())
         self.tracker.ledger(done, generated=len(track), scored=len(track) - dropped, dropped=dropped, reasons=reasons)
@@ -83,7 +83,7 @@ class Monitor:
         if every and done % every == 0:
             from unirl.tracking.media import media_of  # PIL, which a check of a recipe does without
 
-            track = resp.tracks[self.track]
+            track = resp.with_scores_above(self.track)
             scored = scored_rows(track)
             roots = root_rows(req, resp, track)
             req, track = req.select([roots[row] for row in scored]), track.select(scored)
@@ -256,9 +256,9 @@ def scored_rows(track: RolloutTrack) -> list[int]:
 
 def reward_events(resp: RolloutResp) -> Iterator[tuple[str, dict[str, str]]]:
     """Events about failed rewards: the first failure of each reward, and every group that was dropped."""
+    reported: set[str] = set()
+    dropped: dict[str, str] = {}
     for name, track in resp.tracks.items():
-        reported: set[str] = set()
-        dropped: dict[str, str] = {}
         for row, failures in enumerate(track.failures or ()):
             for failure in failures:
                 if failure.reward not in reported:
@@ -267,5 +267,5 @@ def reward_events(resp: RolloutResp) -> Iterator[tuple[str, dict[str, str]]]:
                     yield "reward.error", {"reward": failure.reward, "sample": sample, "why": failure.why}
             if failures and track.weight[row] == 0:
                 dropped.setdefault(resp.root_groups(name)[row], failures[0].reward)
-        for group, reason in dropped.items():
-            yield "group.drop", {"group": group, "reason": reason}
+    for group, reason in dropped.items():
+        yield "group.drop", {"group": group, "reason": reason}

@@ -84,7 +84,7 @@ class TextLengthSpec:
 
 
 class TextLengthRewardScorer(RewardScorer):
-    """0 for a text that is short enough, then linear in its tokens, down to -1: DAPO's penalty as a reward of its own."""
+    """0 for a text that is short enough, then linear in its tokens, down to -1: DAPO's penalty as a reward."""
 
     reads = ("lengths",)
     capabilities = Capabilities(modalities=("text",))

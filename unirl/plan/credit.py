@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 
 from unirl.algorithms.base import StageAlgorithm
@@ -14,7 +13,7 @@ from unirl.config.node import Node, nodes_below
 from unirl.config.recipe import RecipeConfig, WritesTexts
 from unirl.plan.placement import capabilities_of
 from unirl.reward.base import RewardScorer
-from unirl.reward.combine import weights_problem
+from unirl.reward.combine import without_reward
 from unirl.reward.service import no_such_track, same_component
 from unirl.types.credit import CREDIT_RULES
 
@@ -49,10 +48,9 @@ def check_rewards(recipe: Recipe, scored: str) -> None:
         _check_modality(recipe, name, block)
         _check_weights(block)
     for name, reward in recipe.config.track_rewards.items():
-        weight = reward.require("weight", float)
-        if weight == 0 or not math.isfinite(weight):
+        if reward.require("weight", float) == 0:
             raise InvalidValueError(
-                f"{reward.path}.weight={weight:g} must be a finite number other than 0. Write one, such as 0.1, or "
+                f"{reward.path}.weight=0: the scores would not count. Write another number, such as 0.1, or "
                 f"~{reward.path} to give the track '{name}' no reward of its own"
             )
     _check_components(blocks)
@@ -115,9 +113,8 @@ def _check_modality(recipe: Recipe, track: str, block: Node) -> None:
 def _check_weights(block: Node) -> None:
     for node in nodes_below(block):
         weights = node.values.get("weights")
-        problem = weights_problem(weights) if isinstance(weights, Mapping) else None
-        if problem is not None:
-            raise InvalidValueError(f"{node.path}.weights{problem}")
+        if isinstance(weights, Mapping) and not any(weights.values()):
+            raise InvalidValueError(f"{node.path}.weights{without_reward(weights)}")
 
 
 def _check_components(blocks: Mapping[str, Node]) -> None:

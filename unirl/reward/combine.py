@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -41,9 +40,8 @@ class WeightedRewards(RewardScorer):
                 raise ConfigError(f"scorers.{name}: the name becomes part of a metric: {PLAIN_NAME}")
         for name in scorers.keys() - weights.keys():
             raise ConfigError(f"scorers.{name} has no weight: add weights.{name}, such as 1.0")
-        problem = weights_problem(weights)
-        if problem is not None:
-            raise InvalidValueError(f"weights{problem}")
+        if not any(weights.values()):
+            raise InvalidValueError(f"weights{without_reward(weights)}")
         self.scorers = dict(scorers)
         self.parts = tuple(scorers.values())
         self.weights = dict(weights)
@@ -86,14 +84,9 @@ class WeightedRewards(RewardScorer):
         return total
 
 
-def weights_problem(weights: Mapping[str, float]) -> str | None:
-    """Returns the end of a message about weights from which no reward follows, after their name; None if one does."""
-    for name, weight in weights.items():
-        if not math.isfinite(weight):
-            return f".{name}={weight} is not a finite number. Write one, such as 1.0"
-    if not any(weights.values()):
-        return f"={dict(weights)}: every reward would be 0, and nothing learned. Give one a weight, such as 1.0"
-    return None
+def without_reward(weights: Mapping[str, float]) -> str:
+    """The end of a message about weights that are all 0, after their name."""
+    return f"={dict(weights)}: every reward would be 0, and nothing learned. Give one a weight, such as 1.0"
 
 
 def combined(total: Tensor, responses: Mapping[str, RewardResponse], logged: Collection[str]) -> RewardResponse:

@@ -42,6 +42,8 @@ def check_rewards(recipe: Recipe, scored: str) -> None:
     Raises:
         IncompatibleError: 2020. InvalidValueError: 2004 for weights.
     """
+    if len(recipe.policies) > 1:
+        _check_reached(recipe, scored)
     _check_names(recipe, scored)
     blocks = scored_by(recipe, scored)
     for name, block in blocks.items():
@@ -54,6 +56,16 @@ def check_rewards(recipe: Recipe, scored: str) -> None:
                 f"~{reward.path} to give the track '{name}' no reward of its own"
             )
     _check_components(blocks)
+
+
+def _check_reached(recipe: Recipe, scored: str) -> None:
+    """Each track continues the one before it, so the rewards of the last one reach all of them."""
+    trainer, last = recipe.config.trainer.class_name, list(recipe.policies)[-1]
+    if scored != last:
+        raise IncompatibleError(
+            f"trainer: {trainer} scores the track '{scored}', and the last track of this recipe is '{last}', which no "
+            "reward would reach. Leave the trainer block out, or set `track` of the class to the last track"
+        )
 
 
 def _check_names(recipe: Recipe, scored: str) -> None:
@@ -167,33 +179,19 @@ def credit_of_tracks(recipe: Recipe, scored: str) -> dict[str, str]:
 # Credit
 
 
-def check_credit(recipe: Recipe, scored: str) -> None:
-    """Checks the tracks and the rule of credit of a recipe of several policies.
-
-    Args:
-        scored: the track whose samples the reward scores.
+def check_credit(recipe: Recipe) -> None:
+    """Checks the rule of credit of a recipe of several policies.
 
     Raises:
         IncompatibleError: 2020.
     """
     if len(recipe.policies) == 1:
         return
-    _check_reached(recipe, scored)
     rule = CREDIT_RULES[recipe.credit]
     if rule.best_only:
         _check_losses_of_best(recipe)
     if rule.leave_one_out:
         _check_estimator(recipe)
-
-
-def _check_reached(recipe: Recipe, scored: str) -> None:
-    """Each track continues the one before it, so the rewards of the last one reach all of them."""
-    trainer, last = recipe.config.trainer.class_name, list(recipe.policies)[-1]
-    if scored != last:
-        raise IncompatibleError(
-            f"trainer: {trainer} scores the track '{scored}', and the last track of this recipe is '{last}', which no "
-            "reward would reach. Leave the trainer block out, or set `track` of the class to the last track"
-        )
 
 
 def _check_losses_of_best(recipe: Recipe) -> None:

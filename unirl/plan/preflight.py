@@ -122,7 +122,7 @@ def preflight(recipe: Recipe) -> Preflight:
             texts += [said_of_policy(text, name, policy) for text in policy_notices(policy, plan, geometry, needs)]
     check_tracks(recipe)
     check_rewards(recipe, trainer_class(config).track)
-    check_credit(recipe, trainer_class(config).track)
+    check_credit(recipe)
     check_evaluation(recipe)
     check_data(config)
     texts += credit_notices(recipe)

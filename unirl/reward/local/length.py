@@ -17,6 +17,8 @@ from unirl.types.reward import ResponseLength, RewardRequest, RewardResponse
 
 @dataclass(frozen=True, kw_only=True)
 class LengthSpec:
+    """What happens to the reward of a response that is cut off, or nearly so."""
+
     truncated: Literal["zero", "keep", "soft"] = "zero"
     """zero: a response that was cut off gets the reward 0. keep: it keeps its reward. soft: DAPO's penalty is added."""
     buffer: int = 4096
@@ -69,6 +71,8 @@ class LengthRewardScorer(RewardScorer):
 
 @dataclass(frozen=True, kw_only=True)
 class TextLengthSpec:
+    """The length that costs nothing, and the length at which the reward is -1."""
+
     max_tokens: int = 256
     """A text of at most so many tokens has the reward 0."""
     buffer: int = 256

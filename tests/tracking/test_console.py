@@ -167,13 +167,6 @@ def test_what_a_run_does_is_shown_while_it_does_it(monkeypatch):
     assert set(shown.splitlines()) == {"load: import of torch"} and stream.getvalue() == shown
 
 
-def test_a_component_of_one_track_alone_is_shown_once_with_the_name_of_the_track():
-    """The rewrites get the colour of their images, too, which is a component of the run."""
-    tracks = {"ar/reward/color_mean": 0.54, "ar/reward/length_mean": -0.25, "ar/reward/length_std": 0.1}
-    line = step_line("11:21:52", 12, 60, tracks | METRICS, 149.0)
-    assert " color=0.55 shape=0.09 ar.length=-0.25 | " in line
-
-
 def test_a_line_of_text_says_how_long_responses_are_and_tokens_per_second():
     line = step_line("11:21:52", 12, 60, TEXT, 149.0)
     assert " zstd=0.06 len=25 cut=0.12 | " in line and " 20.6/s 1761tok/s | " in line

@@ -258,6 +258,15 @@ def test_components_of_a_parent_are_its_own_and_those_of_its_children(rule, of_t
     assert {part: float(scores[row]) for part, scores in think.component_rewards.items()} == of_t0
 
 
+def test_a_component_is_reported_for_the_run_where_it_was_scored(tracker) -> None:
+    """Captions have the styles 1, -2.5, 0.5, 0, and thoughts their sums -1.5 and 0.5, and the plans 2 and -0.5."""
+    Chain(tracker, "sum").credit(0, scored_chain())
+    metrics = tracker.log_step(1)
+    assert (metrics["reward/style_mean"], metrics["think/reward/style_mean"]) == (-0.25, -0.5)
+    assert metrics["reward/plan_mean"] == metrics["think/reward/plan_mean"] == 0.75
+    assert metrics["reward/minus_mean"] == metrics["image/reward/minus_mean"] != metrics["think/reward/minus_mean"]
+
+
 def test_weights_of_components_count_on_the_tracks_that_have_them(tracker) -> None:
     """style is 0 for images: they differ by minus alone. a = -2 + 2 x 1 and b = -3 + 2 x -2.5, without the plan."""
     estimator = GroupAdvantage(std="none", clip=None, weights={"minus": 1.0, "style": 2.0})

@@ -169,9 +169,11 @@ def test_metrics_samples_and_evaluations_have_the_rewards_of_the_track(finished)
         assert row["ar/rollout/reward_mean"] == pytest.approx(
             0.5 * row["ar/reward/text_length_mean"] + row["rollout/reward_mean"], rel=1e-5
         )
-        assert "reward/text_length_mean" not in row and "diffusion/reward/text_length_mean" not in row
+        assert row["reward/text_length_mean"] == row["ar/reward/text_length_mean"]
+        assert row["reward/pickscore_mean"] == row["diffusion/reward/pickscore_mean"]
+        assert "diffusion/reward/text_length_mean" not in row
     assert "eval/text_length_mean" in (finished / "eval_metrics.csv").read_text()
-    assert " ar.text_length=-0." in (finished / "logs/console.log").read_text()
+    assert " text_length=-0." in (finished / "logs/console.log").read_text()
     held_out = json.loads((finished / "eval/step-000002/scores.json").read_text())["samples"]
     for rows in (lines_of(finished / "samples/step-000002/manifest.jsonl"), held_out):
         assert rows and all(set(row["rewards"]) == {"pickscore", "text_length"} for row in rows)

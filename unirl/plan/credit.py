@@ -173,7 +173,7 @@ def credit_of_tracks(recipe: Recipe, scored: str) -> dict[str, str]:
             text = ("" if weight == 1 else f"{weight:g} x ") + texts[name]
             credit = f"{text} + {credit}" if own[name].require("with_credit", bool) else text
         texts[name] = credit
-    return {name: texts[name] for name in reversed(recipe.policies) if name in texts}
+    return {name: texts[name] for name in reversed(list(recipe.policies)) if name in texts}
 
 
 # Credit

@@ -103,20 +103,11 @@ def fitted(groups: Sequence[Sequence[str]], width: int, first: Sequence[int] = (
 
 
 def reward(metrics: Mapping[str, float]) -> str:
-    """`reward=0.412+-0.083 colour=0.55 shape=0.09`; with a reward of another track `... ar.text_length=-0.21`."""
-    means = list(component_means(metrics).items())[:MAX_COMPONENTS]
-    shown = [f"{component}={metrics[name]:.2f}" for component, name in means]
+    """`reward=0.412+-0.083 colour=0.55 shape=0.09`."""
+    prefix, suffix = "reward/", "_mean"
+    means = [name for name in metrics if name.startswith(prefix) and name.endswith(suffix)][:MAX_COMPONENTS]
+    shown = [f"{name[len(prefix) : -len(suffix)]}={metrics[name]:.2f}" for name in means]
     return _join([_with_spread("reward", metrics, "rollout/reward", 3), *shown])
-
-
-def component_means(names: Iterable[str]) -> dict[str, str]:
-    """The metric of the mean of each component reward, by component; with its track if it is only one of a track."""
-    means: dict[str, tuple[str, str]] = {}
-    for name in sorted(names, key=lambda name: not name.startswith("reward/")):
-        track, mark, component = name.removesuffix("_mean").rpartition("reward/")
-        if mark and name.endswith("_mean"):
-            means.setdefault(component, (track.replace("/", "."), name))
-    return {track + component: name for component, (track, name) in means.items()}
 
 
 def training(metrics: Mapping[str, float]) -> str:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 
-from unirl.tracking.console import Change, Console, accuracies, component_means, evaluation
+from unirl.tracking.console import Change, Console, accuracies, evaluation
 from unirl.tracking.media import read_samples, table_of_evaluation
 from unirl.tracking.metrics import check_event, check_names
 from unirl.tracking.mirrors import Mirror, Mirrors, RunInfo
@@ -311,8 +311,8 @@ def _changes(rows: Sequence[Row]) -> list[Change]:
     if not rows:
         return []
     first, last = rows[0], rows[-1]
-    whole = [name for name in first if name.startswith(("rollout/reward_mean", "eval/")) and name.endswith("_mean")]
-    means = [name for name in (*whole, *component_means(first).values()) if name in last]
+    starts = ("rollout/reward_mean", "reward/", "eval/")
+    means = [name for name in first if name.startswith(starts) and name.endswith("_mean") and name in last]
     shares = accuracies([name for name in first if name in last])
     names = [*shares, *sorted(means, key=lambda name: (not name.endswith("/reward_mean"), name))]
     spreads = {"eval/reward_mean": float(last["eval/reward_stderr"])} if "eval/reward_stderr" in last else {}

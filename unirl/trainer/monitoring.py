@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from unirl.tracking.tracker import Tracker
 
 
-RUN_METRICS = ("rollout/reward_mean", "rollout/reward_std", "rollout/reward_min", "rollout/reward_max", "reward/")
-"""Metrics of the scored track that describe the run as a whole, or their beginnings."""
+RUN_METRICS = ("rollout/reward_mean", "rollout/reward_std", "rollout/reward_min", "rollout/reward_max")
+"""Metrics of the last track that describe the run as a whole."""
+COMPONENTS = "reward/"
+"""The beginning of the metrics of components."""
 
 
 @dataclass
@@ -46,15 +48,16 @@ class Monitor:
     def record(self, track: str, metrics: Mapping[str, float]) -> None:
         """Take metrics of one track, under its name where the run has several.
 
-        Metrics without the name of a track are about weights that tracks share. The rewards of the track that is
-        scored are those of the run, and stand without its name as well.
+        Metrics without the name of a track are about weights that tracks share. The rewards of the last track are those
+        of the run, and stand without its name as well. So do the components of each track, in which those of the tracks
+        below are replaced by what these record later: they are components of one track each.
         """
         if not self.has_several or not track:
             self.tracker.record(metrics)
             return
         self.tracker.record({f"{track}/{key}": value for key, value in metrics.items()})
-        if track == self.track:
-            self.tracker.record({key: value for key, value in metrics.items() if key.startswith(RUN_METRICS)})
+        of_run = (*RUN_METRICS, COMPONENTS) if track == self.track else (COMPONENTS,)
+        self.tracker.record({key: value for key, value in metrics.items() if key.startswith(of_run)})
 
     def account(self, done: int, req: RolloutReq, resp: RolloutResp, selected: SelectedSamples) -> None:
         """Write down where all samples of a step went: statistics, the ledger, and what is worth an event.

@@ -253,6 +253,17 @@ def test_mistakes_are_refused_at_check_time(recipe, override, code, says) -> Non
     assert says in str(refused.value) and refused.value.code == code
 
 
+def test_a_remote_judge_scores_what_its_settings_say() -> None:
+    texts = REMOTE.replace("required", "input_kind: text, required")
+    preflight(load(PE, ["scale=toy", reward_of("ar", texts)]))
+    preflight(load("llm/quickstart", ["scale=toy", f"reward.backend={texts}"]))
+    with pytest.raises(IncompatibleError, match=r"scores image, and .* makes text"):
+        preflight(load("llm/quickstart", ["scale=toy", f"reward.backend={REMOTE}"]))
+    gradient = "algorithm={_target_: unirl.algorithms.drtune.DRTune}"
+    with pytest.raises(IncompatibleError, match=r"reward.backend \(RemoteRewardBackend\) has none"):
+        preflight(load("diffusion/sd3_trainside", ["scale=toy", f"reward.backend={REMOTE}", gradient]))
+
+
 def test_a_key_that_is_written_twice_is_refused(tmp_path) -> None:
     """So no two components of one track have one name."""
     recipe = tmp_path / "twice.yaml"

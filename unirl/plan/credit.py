@@ -87,7 +87,7 @@ def _check_names(recipe: Recipe, scored: str) -> None:
 
 
 def modalities_of(track: str, config: RecipeConfig) -> tuple[str, ...]:
-    """What the samples of a track are; () if the pipeline does not say."""
+    """The modalities of the samples of a track; () if the pipeline does not say."""
     pipeline = config.pipeline.schema.owner
     if isinstance(pipeline, WritesTexts) and track in pipeline.text_tracks:
         return ("text",)
@@ -95,7 +95,7 @@ def modalities_of(track: str, config: RecipeConfig) -> tuple[str, ...]:
 
 
 def scored_modalities(node: Node) -> tuple[str, ...]:
-    """What a scorer scores; () for one that combines others, and for a block that is no scorer.
+    """The modalities that a scorer scores; () for one that combines others, and for a block that is no scorer.
 
     An object says it if the class leaves it to its settings.
     """

@@ -38,7 +38,7 @@ from unirl.models.base import Bundle
 from unirl.models.loading.estimate import ModelEstimate
 from unirl.models.unified.pipeline import IMAGE, UnifiedPipeline
 from unirl.plan.compatibility import KEPT_BY, check_compatibility, reads_snapshot
-from unirl.plan.credit import check_credit
+from unirl.plan.credit import check_credit, check_rewards, credit_notices
 from unirl.plan.geometry import Geometry, check_geometry, geometry_of
 from unirl.plan.layout import check_layout, layout_notices
 from unirl.plan.placement import PlacementPlan, plan_of
@@ -116,14 +116,16 @@ def preflight(recipe: Recipe) -> Preflight:
             check_layout(policy, plan)
             geometry = geometry_of(policy, plan, needs)
             check_geometry(geometry)
-            check_compatibility(policy, needs, plan, is_scored=name in ("", trainer_class(config).track))
+            check_compatibility(policy, needs, plan)
             check_model(policy)
             check_sampling(policy, needs)
             texts += [said_of_policy(text, name, policy) for text in policy_notices(policy, plan, geometry, needs)]
     check_tracks(recipe)
-    check_credit(recipe, trainer_class(config).track)
+    check_rewards(recipe, trainer_class(config).track)
+    check_credit(recipe)
     check_evaluation(recipe)
     check_data(config)
+    texts += credit_notices(recipe)
     texts += environment_notices(recipe)
     texts = list(dict.fromkeys(texts))  # one about a shared setting comes from every policy
     return Preflight(geometry_of(config, plan_of(config), needs_of(config)), plan_of(config), tuple(texts))

@@ -165,6 +165,8 @@ class Trainer:
     def credit(self, step: int, resp: RolloutResp, scored: RolloutResp | None = None) -> RolloutResp:
         """Rewards up the tree and one advantage per row; a track without rewards takes its parent's advantages.
 
+        The reward of a row above the last track is its own, if the recipe scores its track, plus that of its children.
+
         A rule that trains only the best child of a parent sets the weight of the others to 0 after their advantages are
         known, so that the best one is compared with them.
 
@@ -173,13 +175,14 @@ class Trainer:
         """
         scored = (resp if scored is None else scored).propagate_rewards(self.credit_rule)
         resp = resp.propagate_rewards(self.credit_rule)
+        components = {part for track in resp.tracks.values() for part in track.component_rewards or {}}
         for name in resp.by_depth():
             track = resp.tracks[name]
             if track.rewards is None:
                 resp = resp.inherit_advantages(name)
                 continue
             progress = fraction_done(step, self.config.num_rollouts)
-            credited, metrics = track.compute_advantages(self.advantage, progress, name)
+            credited, metrics = track.compute_advantages(self.advantage, progress, name, components)
             resp = resp.with_track(name, credited)
             self.monitor.record(name, values(metrics) | reward_metrics(scored.tracks[name]))
             if CREDIT_RULES[self.credit_rule].best_only:

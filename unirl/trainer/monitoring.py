@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from unirl.tracking.tracker import Tracker
 
 
-RUN_METRICS = ("rollout/reward_mean", "rollout/reward_std", "rollout/reward_min", "rollout/reward_max", "reward/")
-"""Metrics of the scored track that describe the run as a whole, or their beginnings."""
+RUN_METRICS = ("rollout/reward_mean", "rollout/reward_std", "rollout/reward_min", "rollout/reward_max")
+"""Metrics of the last track that describe the run as a whole."""
+COMPONENTS = "reward/"
+"""The beginning of the metrics of components."""
 
 
 @dataclass
@@ -46,15 +48,16 @@ class Monitor:
     def record(self, track: str, metrics: Mapping[str, float]) -> None:
         """Take metrics of one track, under its name where the run has several.
 
-        Metrics without the name of a track are about weights that tracks share. The rewards of the track that is
-        scored are those of the run, and stand without its name as well.
+        Metrics without the name of a track are about weights that tracks share. The rewards of the last track are those
+        of the run, and stand without its name as well. So do the components of each track, in which those of the tracks
+        below are replaced by what these record later: they are components of one track each.
         """
         if not self.has_several or not track:
             self.tracker.record(metrics)
             return
         self.tracker.record({f"{track}/{key}": value for key, value in metrics.items()})
-        if track == self.track:
-            self.tracker.record({key: value for key, value in metrics.items() if key.startswith(RUN_METRICS)})
+        of_run = (*RUN_METRICS, COMPONENTS) if track == self.track else (COMPONENTS,)
+        self.tracker.record({key: value for key, value in metrics.items() if key.startswith(of_run)})
 
     def account(self, done: int, req: RolloutReq, resp: RolloutResp, selected: SelectedSamples) -> None:
         """Write down where all samples of a step went: statistics, the ledger, and what is worth an event.
@@ -64,7 +67,7 @@ class Monitor:
         """
         for name, track in resp.tracks.items():
             self.record(name, {**track.segment.statistics(), **rewrite_metrics(req, resp, track)})
-        track = resp.tracks[self.track]
+        track = resp.with_scores_above(self.track)
         reasons = {**drop_reasons(track), **selected.reasons}
         dropped = sum(reasons.values())
         self.tracker.ledger(done, generated=len(track), scored=len(track) - dropped, dropped=dropped, reasons=reasons)
@@ -83,7 +86,7 @@ class Monitor:
         if every and done % every == 0:
             from unirl.tracking.media import media_of  # PIL, which a check of a recipe does without
 
-            track = resp.tracks[self.track]
+            track = resp.with_scores_above(self.track)
             scored = scored_rows(track)
             roots = root_rows(req, resp, track)
             req, track = req.select([roots[row] for row in scored]), track.select(scored)
@@ -256,9 +259,9 @@ def scored_rows(track: RolloutTrack) -> list[int]:
 
 def reward_events(resp: RolloutResp) -> Iterator[tuple[str, dict[str, str]]]:
     """Events about failed rewards: the first failure of each reward, and every group that was dropped."""
+    reported: set[str] = set()
+    dropped: dict[str, str] = {}
     for name, track in resp.tracks.items():
-        reported: set[str] = set()
-        dropped: dict[str, str] = {}
         for row, failures in enumerate(track.failures or ()):
             for failure in failures:
                 if failure.reward not in reported:
@@ -267,5 +270,5 @@ def reward_events(resp: RolloutResp) -> Iterator[tuple[str, dict[str, str]]]:
                     yield "reward.error", {"reward": failure.reward, "sample": sample, "why": failure.why}
             if failures and track.weight[row] == 0:
                 dropped.setdefault(resp.root_groups(name)[row], failures[0].reward)
-        for group, reason in dropped.items():
-            yield "group.drop", {"group": group, "reason": reason}
+    for group, reason in dropped.items():
+        yield "group.drop", {"group": group, "reason": reason}

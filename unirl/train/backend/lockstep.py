@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from unirl.config.errors import IncompatibleError
 from unirl.distributed import RankInfo
 from unirl.types.progress import progress
 
@@ -100,24 +101,27 @@ class Lockstep:
             progress("gathered along with other ranks")
 
     def _index(self, block: nn.Module) -> int:
-        """The place of a block that runs next. Raises RuntimeError if the first forward ran it earlier, or less often."""
+        """The place of a block that runs next. Raises ConfigError (2020) if the first forward ran it earlier."""
         for index in range(self.position, len(self.order)):
             if self.order[index] is block:
                 return index
-        raise RuntimeError(
-            f"a {type(block).__name__} of {type(self.root).__name__} runs in another order than in the first forward, "
+        raise IncompatibleError(
+            f"a {_name(block)} of {_name(self.root)} runs in another order than in the first forward, "
             "so ranks cannot gather it in step. Sample with gathered weights (rollout.gather_weights=true)"
         )
 
     def _learn(self) -> None:
-        """Take the order of the first forward, then the blocks that it left out. Ranks must agree."""
+        """Take the order of the first forward, then the blocks that it left out.
+
+        Raises ConfigError (2020) on all ranks if their orders differ.
+        """
         self.order += [block for block in self.units if block not in self.order]
         numbers = {block: number for number, block in enumerate(self.units)}
         checksum = zlib.crc32(repr([numbers[block] for block in self.order]).encode())
         highest, lowest = self.rank.max_over_dp([checksum, -checksum])
         if highest != -lowest:
-            raise RuntimeError(
-                f"the ranks ran the blocks of {type(self.root).__name__} in different orders in their first forward, so "
+            raise IncompatibleError(
+                f"the ranks ran the blocks of {_name(self.root)} in different orders in their first forward, so "
                 "they cannot gather them in step. Sample with gathered weights (rollout.gather_weights=true)"
             )
         self.is_known = True
@@ -143,3 +147,8 @@ class Lockstep:
     def _unshard(self, block: nn.Module) -> None:
         for unit in self.units[block]:
             unit.unshard()
+
+
+def _name(module: nn.Module) -> str:
+    """The name of a module's class before FSDP2 derived its own from it."""
+    return type(module).__name__.removeprefix("FSDP")

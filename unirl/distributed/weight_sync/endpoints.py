@@ -121,9 +121,10 @@ class WeightSender:
     def canary(self, inputs: Batch, weights: str) -> object:
         """The output of the trained network with `weights` on the engine's canary inputs.
 
-        Compiled blocks run uncompiled: this compares weights, and two compilers need not round alike.
+        All ranks run this one forward, so sharded weights stay sharded and are gathered block by block. Compiled blocks
+        run uncompiled: this compares weights, and two compilers need not round alike.
         """
-        with torch.no_grad(), self.weights.weights(weights), self.weights.sampling(), set_stance("force_eager"):
+        with torch.no_grad(), self.weights.weights(weights), set_stance("force_eager"):
             return self.stage.canary(inputs.to(self.weights.device))
 
 

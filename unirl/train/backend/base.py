@@ -174,10 +174,12 @@ class TrainBackend(ABC):
         """Run the block with the weights of snapshot `name`. Raises RuntimeError if gradients are enabled."""
 
     @abstractmethod
-    def sampling(self) -> AbstractContextManager[None]:
-        """Run the block without gradients and with the weights gathered once.
+    def sampling(self, gather: bool = True) -> AbstractContextManager[None]:
+        """Run the block without gradients. Ranks may run unequal numbers of forward passes inside.
 
-        Forward passes inside contain no collective, so ranks may run unequal numbers of them.
+        Args:
+            gather: True gathers the whole weights once, so that forward passes contain no collective. False keeps them
+                sharded, and each forward pass gathers one block at a time, in step with those of the other ranks.
         """
 
     @broadcast

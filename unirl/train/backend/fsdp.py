@@ -91,7 +91,7 @@ class FSDPBackend(TrainBackend):
         self.skipped_in_a_row = 0
         self.finished_updates = 0
         """Number of updates that were done when the last training step ended."""
-        self.is_gathered = False
+        self.is_sampling = False
         self.aside: list[tuple[float, dict[str, Tensor | None]]] = []
         """Norms and gradients that wait for `join_gradients`."""
         self.value_head: nn.Module | None = None
@@ -267,9 +267,9 @@ class FSDPBackend(TrainBackend):
 
     @contextmanager
     def weights(self, name: str) -> Iterator[None]:
-        if self.is_gathered:
+        if self.is_sampling:
             raise RuntimeError(
-                f"weights({name!r}) inside sampling() would run with the live weights, which are already gathered. "
+                f"weights({name!r}) inside sampling() would run with live weights, which are already gathered. "
                 "Enter weights(...) first, and sampling() inside it"
             )
         # Reshard before and after the block, because a gathered module would run without reading the shards.
@@ -281,13 +281,13 @@ class FSDPBackend(TrainBackend):
                 self.sharding.reshard()
 
     @contextmanager
-    def sampling(self) -> Iterator[None]:
-        self.is_gathered = True
+    def sampling(self, gather: bool = True) -> Iterator[None]:
+        self.is_sampling = True
         try:
-            with torch.no_grad(), self.sharding.gathered():
+            with torch.no_grad(), self.sharding.gathered() if gather else self.sharding.in_lockstep():
                 yield
         finally:
-            self.is_gathered = False
+            self.is_sampling = False
 
     def has_snapshot(self, name: str) -> bool:
         return name in self.snapshots.stored

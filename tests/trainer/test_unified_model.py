@@ -212,7 +212,10 @@ def test_the_keys_of_a_track_are_those_of_the_recipe() -> None:
         (["stack.loss_weights.image=0"], "stack.loss_weights.image must be > 0"),
         (["stack.balance=uncertain"], "stack.balance"),
         (["stack.balance=uncertainty", "stack.balance_decay=1"], "stack.balance_decay must be >= 0 and < 1, got 1"),
-        (["stack.balance=uncertainty", "stack.balance_decay=-0.1"], "stack.balance_decay must be >= 0 and < 1, got -0.1"),
+        (
+            ["stack.balance=uncertainty", "stack.balance_decay=-0.1"],
+            "stack.balance_decay must be >= 0",
+        ),
         (["stack.balance_decay=0.9"], "stack.balance_decay=0.9 has no effect: stack.balance=fixed keeps no average"),
         (["stack.balance=uncertainty", "stack.schedule=alternating"], "stack.balance=uncertainty balances the grad"),
         (["stack.loss_weights.imag=1"], "stack.loss_weights.imag: the trained tracks are think, image"),

@@ -47,6 +47,7 @@ from unirl.rollout.engine.composed.engine import ComposedRolloutEngine, check_te
 from unirl.tracking.streams import say
 from unirl.train.backend.base import TrainBackend
 from unirl.train.backend.module_setup import check_component
+from unirl.train.unified_model_stack import UnifiedModelStack, check_balance
 from unirl.types.facts import ModelFacts
 from unirl.types.protocols import Needs
 from unirl.types.sampling import Sampling, sampling_as
@@ -239,7 +240,12 @@ def check_chain(recipe: Recipe) -> None:
             f"sampling names the track {unknown[0]}, and {config.pipeline.class_name} samples {', '.join(chain)}. Name "
             "some of these"
         )
-    for name in config.stack.get("loss_weights", dict) or {}:
+    stack = config.stack
+    if issubclass(stack.schema.owner, UnifiedModelStack):  # a stack of another class checks its own settings
+        check_balance(
+            stack.require("schedule", str), stack.require("balance", str), stack.require("balance_decay", float)
+        )
+    for name in stack.get("loss_weights", dict) or {}:
         if name not in recipe.trained:
             raise InvalidValueError(
                 f"stack.loss_weights.{name}: the trained tracks are {', '.join(recipe.trained)}. Name one of them, or "

@@ -208,10 +208,15 @@ def assemble(
         stateful[named(name, "kl")] = each.kl
     for name, learner in learners.items():
         stateful[named(name, "publisher")] = learner.publisher
+    saved_objects = {name: item for name, item in stateful.items() if isinstance(item, Stateful)}
+    for name, learner in learners.items():
+        shared = learner.roles.shared_stack
+        if shared is not None and shared.state_dict():
+            saved_objects[named(name, "stack")] = shared
     state = RunState(
         policies=learners,
         tracker=tracker,
-        stateful={name: item for name, item in stateful.items() if isinstance(item, Stateful)},
+        stateful=saved_objects,
         recipe=recipe.resolved(),
         environment=environment(next(iter(learners.values())).roles.train_ranks),
         chosen=chosen,

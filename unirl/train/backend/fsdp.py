@@ -92,8 +92,8 @@ class FSDPBackend(TrainBackend):
         self.finished_updates = 0
         """Number of updates that were done when the last training step ended."""
         self.is_sampling = False
-        self.aside: list[tuple[float, dict[str, Tensor | None]]] = []
-        """Norms and gradients that wait for `join_gradients`."""
+        self.aside: list[dict[str, Tensor | None]] = []
+        """Gradients that wait for `join_gradients`."""
         self.value_head: nn.Module | None = None
         self.value_sharding: Sharding | None = None
         config = fsdp_cfg or FSDPConfig()
@@ -208,16 +208,14 @@ class FSDPBackend(TrainBackend):
     def drop_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
-    def set_gradient_aside(self) -> None:
+    def set_gradient_aside(self) -> float:
         norm = float(torch.stack([layout.gradient_norm() for layout in self.layouts]).norm())
-        self.aside.append((norm, {name: shard.grad for name, shard in self._all_shards().items()}))
+        self.aside.append({name: shard.grad for name, shard in self._all_shards().items()})
         self.optimizer.zero_grad(set_to_none=True)
+        return norm
 
-    def join_gradients(self, weights: Sequence[float]) -> list[float]:
-        norms, gradients = [norm for norm, _ in self.aside], [each for _, each in self.aside]
-        self.aside = []
-        mean = sum(w * norm for w, norm in zip(weights, norms, strict=True)) / sum(weights)
-        factors = [w * mean / norm if norm else 0.0 for w, norm in zip(weights, norms, strict=True)]
+    def join_gradients(self, factors: Sequence[float]) -> None:
+        gradients, self.aside = self.aside, []
         for name, shard in self._all_shards().items():
             parts = [
                 factor * part
@@ -225,7 +223,6 @@ class FSDPBackend(TrainBackend):
                 if (part := each[name]) is not None
             ]
             shard.grad = torch.stack(parts).sum(0) if parts else None
-        return norms
 
     def _skip(self, norms: list[float], lr: float) -> UpdateStats:
         """Drop the gradient and count the update as skipped.

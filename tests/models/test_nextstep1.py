@@ -332,7 +332,7 @@ def test_an_adapter_is_loaded_by_peft_and_starts_another_run(tmp_path: Path) -> 
     pipeline.write_lora(tmp_path, adapter)
     params = euler(pipeline, 3.0)
     assert pipeline.verify_lora(tmp_path, TEXTS, params) < 1e-4
-    untrained = pipeline._difference(pipeline.bundle.untrained(), TEXTS, params)
+    untrained = pipeline.difference(pipeline.bundle.untrained(), TEXTS, params)
     assert untrained > 1e-2, "the adapter must have an effect"
     assert pipeline.bundle.read_adapter(str(tmp_path)).keys() == adapter.layers.keys()
 

@@ -363,7 +363,7 @@ def test_the_estimate_counts_the_toy() -> None:
         ("toy", {"height": 40}, r"sampling.height=40 is not a positive multiple of 16 .* of nextstep1\)\. Use 32"),
         ("toy", {"num_frames": 5}, "sampling.num_frames=5: nextstep1 generates images"),
         ("toy", {"guidance_scale_2": 3.0}, "sampling.guidance_scale_2=3 is for models with two experts"),
-        ("toy-positions", {"width": 80}, "sampling.width=80: nextstep1 has positions for 4 image tokens along a side"),
+        ("toy-positions", {"width": 80}, "sampling.width=80: nextstep1 has positions for 64 pixels. Use 64 or less"),
     ],
 )
 def test_sizes_and_guidance_that_do_not_fit_are_refused(path: str, changes: Any, message: str) -> None:

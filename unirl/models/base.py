@@ -82,7 +82,7 @@ class Bundle(ABC):
         return self.modules[self.facts.trainable_attr]
 
     def with_network(self, network: nn.Module) -> Self:
-        """A bundle with `network` as the trained module, in eval mode on the same device. It shares the other modules."""
+        """A bundle with `network` as its trained module, moved to the same device. It shares all other modules."""
         other = copy(self)
         other.modules = {**self.modules, self.facts.trainable_attr: network.eval().to(self.device)}
         return other

@@ -1,4 +1,4 @@
-"""Exports of families whose checkpoints have a layout of their own: the whole model in this layout, adapters for peft."""
+"""Exports of families that diffusers does not load: whole models in the layout of the family, and adapters for peft."""
 
 from __future__ import annotations
 

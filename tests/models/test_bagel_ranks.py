@@ -9,6 +9,7 @@ import pytest
 from tests.train.ranks import assert_two_ranks_train_as_one, gathered, own
 from unirl.models.bagel.family import BagelBundle, BagelPipeline
 from unirl.models.chunks import select_conditions
+from unirl.models.language.packing import prompt_tokens
 from unirl.models.language.stage import ARStage
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.sde.noise import NoiseSource
@@ -60,8 +61,9 @@ def texts(lora: bool) -> list[Any]:
     pipeline, backend = trained(lora, text=True)
     stage = pipeline.bundle.stage_of("text")
     assert isinstance(stage, ARStage)
-    conditions, ids = {"prompt": pipeline.bundle.writing_prompts(TEXTS)}, [f"r{i}" for i in range(4)]
-    other = BagelBundle(path="toy", dtype="fp32").text_stage()
+    prompts = [pipeline.writing_prompt("think", text, {}) for text in TEXTS]
+    conditions, ids = {"prompt": prompt_tokens(prompts)}, [f"r{i}" for i in range(4)]
+    other = BagelBundle(path="toy", dtype="fp32").text_stage("text")
     segment = other.sample(conditions, WRITING, NoiseSource(0, "r", 0), ids, slots=4)
     mine = own(4)
     some, rows = select_conditions(conditions, mine), segment.select(mine)

@@ -28,12 +28,18 @@ from unirl.models.loading.saved_weights import LANGUAGE_WEIGHTS, SafetensorsWeig
 
 NETWORK = "transformer"
 GENERATION_CONFIG = "generation_config.json"
-VAE_PREFIX = "vae."
 EXAMPLE = "a folder with the files of tencent/HunyuanImage-3.0 or -Instruct"
 SETTINGS = ("sequence_template", "drop_think")
 """Keys of the generation configuration that decide what the network reads."""
 DISTILLED = ("cfg_distilled", "use_meanflow")
 """Keys of the distilled checkpoint, whose network has further inputs."""
+DEFAULTS: Config = {"patch_size": 1, "patch_embed_hidden_dim": 1024, "image_base_size": 1024}
+"""Values of the published configuration class for keys that the published files leave out."""
+FIRST_VERSION = "HunyuanImage-3.0"
+"""The value of `model_version` of the first checkpoint, which has fewer tokens for ratios than later ones."""
+VISION = "vision_model"
+PREFIXES = {NETWORK: "", VAE: "vae.", VISION: "vision_model."}
+"""Prefix of the tensors of a component in the files."""
 
 
 class HunyuanImage3Family(DiffusersFamily):
@@ -45,14 +51,14 @@ class HunyuanImage3Family(DiffusersFamily):
 
     def read(self, root: Path) -> ModelConfigs:
         """The configurations in a folder. Raises NotFoundError (4001) for a model that this family cannot run."""
-        config = read_json(root / CONFIG)
-        if not {"vae", "patch_embed_hidden_dim", "moe_topk"} <= set(config):
+        config = {**DEFAULTS, **read_json(root / CONFIG)}
+        if not {"vae", "moe_topk"} <= set(config):
             raise NotFoundError(
                 f"{root}: its {CONFIG} has model_type={config.get('model_type')!r} and no image layers of "
                 f"HunyuanImage-3. Give {EXAMPLE}"
             )
         wrong = [f"{key}=true" for key in DISTILLED if config.get(key)]
-        if config.get("patch_size", 1) != 1:
+        if config["patch_size"] != 1:
             wrong.append(f"patch_size={config['patch_size']}")
         if wrong:
             raise NotFoundError(f"{root}: its {CONFIG} has {', '.join(wrong)}, which is not available. Give {EXAMPLE}")
@@ -73,7 +79,7 @@ class HunyuanImage3Family(DiffusersFamily):
         configs = self.configs(path, revision)
         with torch.device("meta"):
             network = self.build(configs, NETWORK)
-        idle, unused = 0, ["lm_head"]
+        idle, unused = 0, ["lm_head", "vision_aligner."]
         for name, part in network.named_modules():
             if isinstance(part, MoE):
                 left = range(part.gate.top_k, len(part.experts))
@@ -111,28 +117,32 @@ class HunyuanImage3Family(DiffusersFamily):
 
 def name_in(component: str, name: str) -> str:
     """The name of a tensor of the files in a component. Those of other components keep names that it does not have."""
-    return name.removeprefix(VAE_PREFIX) if component == VAE else name
+    return name.removeprefix(PREFIXES[component])
 
 
 def write_checkpoint(
-    folder: Path, network: nn.Module, vae: nn.Module, configs: ModelConfigs, source: Path | None
+    folder: Path, components: Mapping[str, nn.Module], configs: ModelConfigs, source: Path | None
 ) -> None:
     """Write the configurations and the weights of a model in the published layout, in one file of weights.
 
     Args:
-        source: the folder that the model was loaded from. Its configurations and its encoder of images are copied.
+        source: the folder that the model was loaded from. Its configurations, and its tensors of other components, such
+            as the encoder of images, are copied.
     """
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    tensors: dict[str, Tensor] = dict(network.state_dict())
-    tensors |= {f"{VAE_PREFIX}{name}": tensor for name, tensor in vae.state_dict().items()}
+    tensors: dict[str, Tensor] = {}
+    for component, module in components.items():
+        tensors |= {f"{PREFIXES[component]}{name}": tensor for name, tensor in module.state_dict().items()}
     if source is None:
-        _write_json(folder / CONFIG, {**configs.components[NETWORK], "vae": configs.components[VAE]})
+        own = {key: configs.components[part] for key, part in (("vae", VAE), ("vit", VISION)) if part in configs}
+        _write_json(folder / CONFIG, {**configs.components[NETWORK], **own})
         shift = {"flow_shift": configs.scheduler["shift"]}
         _write_json(folder / GENERATION_CONFIG, {**configs.settings, **shift})
     else:
-        file = SafetensorsWeights(source, lambda _: next(network.parameters()).dtype, LANGUAGE_WEIGHTS)
+        dtype = next(components[NETWORK].parameters()).dtype
+        file = SafetensorsWeights(source, lambda _: dtype, LANGUAGE_WEIGHTS)
         tensors |= {name: file.read(name) for name in file.shapes() if name not in tensors}
         for name in (CONFIG, GENERATION_CONFIG):
             if (source / name).is_file():

@@ -1,7 +1,7 @@
 """HunyuanImage-3: text to image, and the texts that lead to it, with one mixture of experts (arXiv:2509.23951).
 
 The track `image` is a denoising policy whose prompt the network embeds itself. Every other track is a policy over
-tokens of the same network. Prompts with images are not available.
+tokens of the same network. Prompts have no images; `unirl.models.hunyuan_image3_vision` reads them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,20 @@ from unirl.models.denoising.bundle import DiffusersBundle
 from unirl.models.denoising.diffusers_pipeline import sample_with_euler
 from unirl.models.denoising.embeddings import ConditionImages
 from unirl.models.denoising.stage import DiffusionStage
-from unirl.models.hunyuan_image3.checkpoint import NETWORK, HunyuanImage3Family, write_checkpoint
+from unirl.models.hunyuan_image3.checkpoint import FIRST_VERSION, NETWORK, HunyuanImage3Family, write_checkpoint
 from unirl.models.hunyuan_image3.packing import image_inputs
-from unirl.models.hunyuan_image3.prompts import END_OF_ANSWER, TEMPLATE_TOKENS, TEXT_TRACKS, PromptFormat, end_of
+from unirl.models.hunyuan_image3.prompts import (
+    END_OF_ANSWER,
+    TEMPLATE_TOKENS,
+    TEXT_TRACKS,
+    PromptFormat,
+    end_of,
+    sizes_of,
+)
 from unirl.models.hunyuan_image3.vae import ImageVAE
 from unirl.models.language.bundle import load_tokenizer
 from unirl.models.language.chat import TextCodec
-from unirl.models.language.packing import prompt_tokens
+from unirl.models.language.packing import images_of, prompt_tokens
 from unirl.models.language.stage import ARStage
 from unirl.models.loading.adapter_files import Adapter, write_peft_adapter
 from unirl.models.loading.adapter_sources import AdapterLayers, read_peft
@@ -119,17 +126,17 @@ class HunyuanImage3Denoiser:
         self.format = format
 
     def velocity(self, x: Tensor, sigma: Tensor, conditions: Conditions) -> Tensor:
-        """v [B, C, H, W] fp32 at x [B, C, H, W] fp32 and sigma [B], given the tokens `text`."""
-        prompts = conditions["text"]
+        """v [B, C, H, W] fp32 at x [B, C, H, W] fp32 and sigma [B], given the tokens `text`, and `images` in them."""
+        prompts, images = conditions["text"], images_of(conditions)
         assert isinstance(prompts, PromptTokens)
-        header = self.format.header(*x.shape[-2:])
-        inputs = image_inputs(x, self.facts.timestep_scale * sigma, prompts, header, self.facts.batch_multiple)
+        header, times = self.format.header(*x.shape[-2:]), self.facts.timestep_scale * sigma
+        inputs = image_inputs(x, times, prompts, header, self.facts.batch_multiple, images)
         v: Tensor = self.network(inputs)["velocity"]
         return v.float()
 
 
 class HunyuanImage3Bundle(DiffusersBundle, UnifiedBundle):
-    """The network, and the VAE. The encoder that reads images is not loaded."""
+    """The network, and the VAE, for prompts without images. The encoder that reads images is not loaded."""
 
     family: ClassVar[HunyuanImage3Family] = HUNYUAN_IMAGE3
     facts: HunyuanImage3Facts
@@ -163,9 +170,11 @@ class HunyuanImage3Bundle(DiffusersBundle, UnifiedBundle):
         ends = [*map(end_of, TEXT_TRACKS), END_OF_ANSWER]
         self.codec = TextCodec(tokenizer, [*(self._token(tokenizer, end) for end in ends), tokenizer.eos_token_id])
         network = self.configs.components[NETWORK]
+        sizes = sizes_of(network["image_base_size"], network.get("model_version") != FIRST_VERSION)
         self.format = PromptFormat(
             codec=self.codec,
             base_size=network["image_base_size"],
+            sizes=tuple(sizes),
             has_roles=self.configs.settings.get("sequence_template") == "instruct",
             drops_think=bool(self.configs.settings.get("drop_think")),
         )
@@ -248,10 +257,10 @@ class HunyuanImage3Pipeline(UnifiedPipeline[HunyuanImage3Bundle]):
         )
 
     def writing_prompt(self, track: str, prompt: str, written: Written) -> list[int]:
-        return self.bundle.format.writing(track, self.bundle.codec.encode(prompt), written)
+        return self.bundle.format.writing(track, self.bundle.format.user(prompt), written)
 
     def drawing_prompt(self, prompt: str, written: Written, *, conditional: bool = True) -> list[int]:
-        return self.bundle.format.drawing(self.bundle.codec.encode(prompt), written, conditional)
+        return self.bundle.format.drawing(self.bundle.format.user(prompt), written, conditional)
 
     def encode(
         self,
@@ -262,7 +271,7 @@ class HunyuanImage3Pipeline(UnifiedPipeline[HunyuanImage3Bundle]):
         """The tokens `text`, and `negative_text` with <cfg> tokens in place of each prompt if guidance is active."""
         conditions, format = super().encode(texts, params, images), self.bundle.format
         if NEGATIVE + "text" in conditions:
-            prompts = [format.cut(text, params.max_sequence_length) for text in texts]
+            prompts = [format.user(text, params.max_sequence_length) for text in texts]
             rows = [format.drawing(prompt, {}, conditional=False) for prompt in prompts]
             conditions[NEGATIVE + "text"] = prompt_tokens(rows).to(self.bundle.device)
         return conditions
@@ -272,8 +281,9 @@ class HunyuanImage3Pipeline(UnifiedPipeline[HunyuanImage3Bundle]):
     def write_model(self, tensors: Mapping[str, Tensor], folder: Path) -> Path:
         """Write the files of the published repository, with `tensors` in place of those of the trained network."""
         bundle = self.bundle
-        [vae] = bundle.require((VAE,), "be exported as a whole")
-        write_checkpoint(folder, bundle.with_tensors(tensors), vae, bundle.configs, bundle.root)
+        frozen = [name for name in bundle.configs.components if name != NETWORK]
+        parts = dict(zip(frozen, bundle.require(frozen, "be exported as a whole"), strict=True))
+        write_checkpoint(folder, {NETWORK: bundle.with_tensors(tensors), **parts}, bundle.configs, bundle.root)
         bundle.codec.tokenizer.save_pretrained(folder)
         return folder
 

@@ -23,6 +23,7 @@ from unirl.models.chunks import batch_multiple, round_up
 from unirl.models.hunyuan_image3.packing import PrefixedImages
 from unirl.models.language.attention import AttentionFn
 from unirl.models.language.policy import Outputs, TokenInputs
+from unirl.types.conditions import ImageInputs
 
 Config = Mapping[str, Any]
 Rotations = tuple[Tensor, Tensor]
@@ -294,11 +295,17 @@ class HunyuanImage3Network(nn.Module):
 
     def forward(self, inputs: TokenInputs | PrefixedImages) -> Outputs:
         """The outputs that `inputs.output_fn` computes of a text, or the output `velocity` [B, C, H, W] of images."""
-        embeds = self.model.wte(inputs.tokens)
+        embeds = self.embeds(inputs.tokens, inputs.images)
         if isinstance(inputs, PrefixedImages):
             return {"velocity": self.velocity(embeds, inputs)}
         states = self.model(embeds, inputs.positions, inputs.attention_fn)
         return inputs.output_fn(self.lm_head, self.model.ln_f(states))
+
+    def embeds(self, tokens: Tensor, images: ImageInputs | None) -> Tensor:
+        """Embeddings [N, D] of tokens [N]. A network without a vision tower reads no images."""
+        assert images is None
+        embeds: Tensor = self.model.wte(tokens)
+        return embeds
 
     def velocity(self, prefixes: Tensor, inputs: PrefixedImages) -> Tensor:
         """v = eps - x0 [B, C, H, W] at the latents of `inputs`, given the embeddings [N, D] of the prefixes."""

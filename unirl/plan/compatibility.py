@@ -183,7 +183,9 @@ def reads_snapshot(needs: Needs, snapshot: str) -> bool:
 
 def _reward_modality_problems(config: RecipeConfig, needs: Needs, plan: PlacementPlan) -> Iterator[str]:
     """Rewards must score what the pipeline makes."""
-    pipeline, made = config.pipeline.class_name, capabilities_of(config.pipeline).modalities
+    pipeline, handled = config.pipeline.class_name, capabilities_of(config.trainer).modalities
+    # A model of several modalities is scored for the one that the trainer is for.
+    made = [name for name in capabilities_of(config.pipeline).modalities if not handled or name in handled]
     for node in nodes_below(config.reward):
         scored = capabilities_of(node).modalities
         if scored and made and not set(scored) & set(made):

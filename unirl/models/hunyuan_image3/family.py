@@ -48,7 +48,7 @@ from unirl.sde.schedule import SigmaSchedule
 from unirl.types.conditions import Conditions, PromptTokens
 from unirl.types.device import CPU
 from unirl.types.facts import LanguageFacts, LatentFacts
-from unirl.types.protocols import DtypeName, VaeDtype
+from unirl.types.protocols import Capabilities, DtypeName, VaeDtype
 from unirl.types.sampling import DiffusionSamplingParams, Sampling, sampling_as
 
 if TYPE_CHECKING:
@@ -140,6 +140,8 @@ class HunyuanImage3Bundle(DiffusersBundle, UnifiedBundle):
 
     family: ClassVar[HunyuanImage3Family] = HUNYUAN_IMAGE3
     facts: HunyuanImage3Facts
+    reads_images: ClassVar[bool] = False
+    """Prompts have images."""
 
     def __init__(
         self,
@@ -177,6 +179,7 @@ class HunyuanImage3Bundle(DiffusersBundle, UnifiedBundle):
             sizes=tuple(sizes),
             has_roles=self.configs.settings.get("sequence_template") == "instruct",
             drops_think=bool(self.configs.settings.get("drop_think")),
+            reads_images=self.reads_images,
         )
 
     # Policies
@@ -231,6 +234,7 @@ class HunyuanImage3Bundle(DiffusersBundle, UnifiedBundle):
 class HunyuanImage3Pipeline(UnifiedPipeline[HunyuanImage3Bundle]):
     """Text to image with HunyuanImage-3, with or without texts before it, and export in the published layout."""
 
+    capabilities: ClassVar[Capabilities] = Capabilities(modalities=("image", "text"))
     lora_formats: ClassVar[tuple[str, ...]] = ("peft",)
     text_tracks: ClassVar[tuple[str, ...]] = TEXT_TRACKS
 

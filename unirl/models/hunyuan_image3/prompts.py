@@ -4,8 +4,8 @@
     pretrain   <bos> system prompt <think>...</think><recaption>...</recaption> image
 
 Each comma is two line breaks, and each part is tokenized by itself. In the unconditional pass of guidance, every token
-of the prompt and of the texts between the marks is <cfg>, so that both passes have the same length. Images in the prompt
-stay.
+of the prompt and of the texts between the marks is <cfg>, so that both passes have the same length. Images in the
+prompt stay.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """HunyuanImage-3 for prompts with images: text about images, and images made of others (arXiv:2509.23951).
 
-The network, its tracks and its files are those of `hunyuan_image3`. Here, the bundle also has the frozen vision tower of
-the checkpoint, every prompt has at least one image, and the network reads it in each track.
+The network, its tracks and its files are those of `hunyuan_image3`. Here, the bundle also has the frozen vision tower
+of the checkpoint, every prompt has at least one image, and the network reads it in each track.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class HunyuanImage3VisionFamily(HunyuanImage3Family):
         lacking = [key for key in TOWER_KEYS if not network.get(key)]
         if lacking:
             raise NotFoundError(
-                f"{root}: its {CONFIG} has no {', '.join(lacking)}, so the model has no vision tower and reads no images. "
-                f"Give {EXAMPLE}, or use {hunyuan_image3.__name__}.HunyuanImage3Bundle for prompts without images"
+                f"{root}: its {CONFIG} has no {', '.join(lacking)}, so the model has no vision tower and reads no "
+                f"images. Give {EXAMPLE}, or use {hunyuan_image3.__name__}.HunyuanImage3Bundle for prompts without images"
             )
         published = {**PUBLISHED_READING, "vit_aligner.projector_type": "mlp_gelu"}
         own = {**network, "vit_aligner.projector_type": network["vit_aligner"].get("projector_type")}
@@ -121,7 +121,8 @@ class HunyuanImage3VisionBundle(hunyuan_image3.HunyuanImage3Bundle):
         [_, tower] = self.require(ImageReader.components, "read the images of prompts")
         self._token(self.codec.tokenizer, "<joint_img_sep>")
         processor = Siglip2ImageProcessorPil(**self.configs.components[NETWORK]["vit_processor"])
-        return ImageReader(self.encoder(), tower, processor, self.format, size or self.format.base_size)
+        side = self.format.base_size if size is None else size
+        return ImageReader(self.encoder(), tower, processor, self.format, side)
 
 
 class HunyuanImage3VisionPipeline(hunyuan_image3.HunyuanImage3Pipeline):

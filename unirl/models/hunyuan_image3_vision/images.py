@@ -7,8 +7,8 @@
     positions     s    s+1    s+2      s+3        a grid        s+4+h w         a grid     ...
     attention   causal ...............       | latents, separator and features see each other | causal
 
-A grid of rows and columns is centred in the places of its tokens (see `image_positions`). Features of padding follow the
-grid of the others, at their places in the sequence. The network reads them too, as the published code has it.
+A grid of rows and columns is centred in the places of its tokens (see `image_positions`). Features of padding follow
+the grid of the others, at their places in the sequence. The network reads them too, as in the published code.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
                              timestep_emb(0)  patch_embed,           vision_aligner
                                               time_embed(0)
 
-The latents of an image in a prompt go through the same layers as those of a generated image, at timestep 0. The features
-come from the frozen vision tower, which is a component of its own.
+The latents of an image in a prompt go through the same layers as those of a generated image, at timestep 0. The
+features come from the frozen vision tower, which is a component of its own.
 """
 
 from __future__ import annotations

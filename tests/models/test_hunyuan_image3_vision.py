@@ -45,13 +45,18 @@ ROWS = (
 """Texts, and the names of their images."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place, generator = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
+def pictures(place: Path) -> Path:
+    """A folder with the test images."""
+    generator = np.random.default_rng(0)
     for name, (width, height) in PICTURES.items():
         levels = generator.integers(256, size=(height, width, 3), dtype=np.uint8)
         Image.fromarray(levels).save(place / f"{name}.png")
     return place
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pictures(tmp_path_factory.mktemp("pictures"))
 
 
 def with_noise() -> HunyuanImage3VisionPipeline:

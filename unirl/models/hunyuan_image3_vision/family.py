@@ -64,7 +64,7 @@ class HunyuanImage3VisionFamily(HunyuanImage3Family):
         if lacking:
             raise NotFoundError(
                 f"{root}: its {CONFIG} has no {', '.join(lacking)}, so the model has no vision tower and reads no "
-                f"images. Give {EXAMPLE}, or use {hunyuan_image3.__name__}.HunyuanImage3Bundle for prompts without images"
+                f"images. Give {EXAMPLE}, or use {hunyuan_image3.__name__}.HunyuanImage3Bundle, whose prompts have none"
             )
         published = {**PUBLISHED_READING, "vit_aligner.projector_type": "mlp_gelu"}
         own = {**network, "vit_aligner.projector_type": network["vit_aligner"].get("projector_type")}

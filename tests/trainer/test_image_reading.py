@@ -1,4 +1,4 @@
-"""Runs of a unified model on images in prompts: answers about them, edits of them, and an engine with its own weights."""
+"""Runs of a unified model on images in prompts: answers about them, and edits of them, also with a second engine."""
 
 from __future__ import annotations
 
@@ -67,11 +67,8 @@ def test_the_samples_name_their_images(tmp_path: Path) -> None:
 def test_answers_without_images_are_a_mode_of_the_model_without_a_tower(tmp_path: Path) -> None:
     model = "unirl.models.hunyuan_image3.family.HunyuanImage3"
     plain = [f"bundle={{_target_: {model}Bundle, path: toy}}", f"pipeline={{_target_: {model}Pipeline}}"]
-    plain += [
-        LENGTH.replace("mc_exact_match.MC", "exact_match."),
-        "data_source.data_path=datasets/arithmetic/train.jsonl",
-    ]
-    rows = run(ANSWERS, tmp_path, *plain)
+    reward = LENGTH.replace("mc_exact_match.MC", "exact_match.")
+    rows = run(ANSWERS, tmp_path, *plain, reward, "data_source.data_path=datasets/arithmetic/train.jsonl")
     assert rows[0]["train/grad_norm"] > 0 and rows[0]["rollout/response_len_mean"] > 0
 
 

@@ -276,7 +276,11 @@ class VelocityLayer(nn.Module):
 class HunyuanImage3Network(nn.Module):
     """Text tokens to outputs of the language model, or prompts and noisy latents to velocities."""
 
-    _keys_to_ignore_on_load_unexpected: ClassVar = (r"^vae\.", r"^vision_model\.", r"^vision_aligner\.")
+    _keys_to_ignore_on_load_unexpected: ClassVar[tuple[str, ...]] = (
+        r"^vae\.",
+        r"^vision_model\.",
+        r"^vision_aligner\.",
+    )
     """Tensors of the checkpoint that belong to the VAE and to the encoder that reads images."""
 
     def __init__(self, config: Config) -> None:

@@ -227,12 +227,13 @@ class HunyuanImage3VisionPipeline(hunyuan_image3.HunyuanImage3Pipeline):
     def _encoded(self, images: Sequence[Image]) -> list[EncodedImage]:
         """The images as the network reads them. Encoding changes no bit, whatever is in the cache."""
         keys = [digest_of(image) for image in images]
-        encoded = {key: self.cache.get(key) for key in keys}
-        missing = {key: image for key, image in zip(keys, images, strict=True) if encoded[key] is None}
+        held = {key: self.cache.get(key) for key in keys}
+        encoded = {key: image for key, image in held.items() if image is not None}
+        missing = {key: image for key, image in zip(keys, images, strict=True) if key not in encoded}
         if missing:
             with self.bundle.resident(self.reader.components):
                 for key, image in missing.items():
                     encoded[key] = self.reader.encode(image)
                     self.cache.put(key, encoded[key], CACHE_BYTES)
                     progress("encoded image", len(missing))
-        return [image for key in keys if (image := encoded[key]) is not None]
+        return [encoded[key] for key in keys]

@@ -43,7 +43,7 @@ class Aligner(nn.Module):
 class HunyuanImage3VisionNetwork(HunyuanImage3Network):
     """The network for prompts with images."""
 
-    _keys_to_ignore_on_load_unexpected: ClassVar = (r"^vae\.", r"^vision_model\.")
+    _keys_to_ignore_on_load_unexpected: ClassVar[tuple[str, ...]] = (r"^vae\.", r"^vision_model\.")
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

@@ -5,11 +5,13 @@ import shlex
 
 import hydra
 import pytest
+import yaml
 from omegaconf import OmegaConf
 
 from unirl.config.compose import ENVIRONMENT, compose, resolve
 from unirl.config.errors import ConfigError, UsageError
 from unirl.config.load import load
+from unirl.config.overrides import OPTIONS
 from unirl.config.recipe_files import CARD_SUFFIX, find_recipe, list_recipes
 from unirl.trainer.run_folder import continuation
 
@@ -387,3 +389,21 @@ def test_cards_are_not_recipes(examples):
     (examples / f"base{CARD_SUFFIX}").write_text("status: toy\ndate: 2026-11-20\n")
     (recipe,) = list_recipes((examples.parent,))
     assert (recipe.card.status, recipe.card.date, recipe.card.result) == ("toy", "2026-11-20", "none")
+
+
+@pytest.mark.parametrize("name", ["replica", "server", "trainside"])
+def test_an_option_takes_the_place_of_the_blocks_that_it_has(name):
+    """Keys of the block before are gone, and the command line is the origin of the new ones."""
+    composed = compose("llm/quickstart", [f"rollout={name}"])
+    blocks = yaml.safe_load((OPTIONS / "rollout" / f"{name}.yaml").read_text())
+    tree = composed.tree
+    kept = {"forward_batch_size": 256} if name == "trainside" else {}  # the class of the recipe itself
+    assert tree["rollout"] == blocks["rollout"] | kept and tree["sync"] == blocks["sync"]
+    assert composed.where("rollout") == f" (command line: rollout={name})"
+
+
+def test_an_option_is_also_that_of_one_of_several_policies():
+    tree = compose("pe/quickstart", ["ar.rollout=replica"]).tree
+    assert tree["ar"]["rollout"]["_target_"].endswith("ReplicaRolloutEngine") and tree["ar"]["sync"]
+    assert tree["diffusion"]["rollout"]["_target_"].endswith("TrainsideRolloutEngine")
+    assert "sync" not in tree["diffusion"]

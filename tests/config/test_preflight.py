@@ -245,6 +245,29 @@ def test_a_loss_on_tokens_may_also_correct_the_mismatch_of_an_engine_in_eight_bi
     preflight(load("llm/quickstart", [*words, mismatch]))
 
 
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "says"),
+    [
+        ("llm/quickstart", ["backend.lora_cfg={}"], "Set sync.merge_adapters=true"),
+        ("llm/quickstart", ["algorithm.old_logp_source=rollout"], "Set algorithm.old_logp_source=replay"),
+        ("diffusion/quickstart", [], "is for text, and SD3Pipeline makes image"),
+        (
+            "llm/quickstart",
+            ["pipeline.tools={_target_: unirl.models.language.tools.Calculator}"],
+            "cannot run tools within a response",
+        ),
+    ],
+)
+def test_what_a_server_cannot_do_is_refused_before_it_starts(recipe, overrides, says):
+    with pytest.raises(UniRLError) as caught:
+        preflight(load(recipe, ["rollout=server", *overrides]))
+    assert caught.value.code == 2020 and says in str(caught.value)
+
+
+def test_a_server_takes_merged_adapters():
+    preflight(load("llm/quickstart", ["rollout=server", "backend.lora_cfg={}", "sync.merge_adapters=true"]))
+
+
 def test_checking_imports_no_heavy_library(monkeypatch):
     heavy = ("ray", "datasets")
     for name in heavy:  # other tests of this process may have imported it

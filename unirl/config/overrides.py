@@ -1,6 +1,7 @@
 """The layer of the command line, in Hydra's grammar.
 
-`key=value`, `+key=value` and `++key=value` all set a key, and `~key` removes one.
+`key=value`, `+key=value` and `++key=value` all set a key, and `~key` removes one. A block may be set to the name of an
+option, such as `rollout=server`: the blocks of `options/rollout/server.yaml` then take the place of the recipe's.
 """
 
 from __future__ import annotations
@@ -8,6 +9,9 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import yaml
 
 from unirl.config.errors import BlockValueError, ConfigError, InvalidValueError, did_you_mean
 from unirl.config.merge import DELETED, ConfigLayer, Tree, fold, get, join, put
@@ -17,6 +21,8 @@ PLAIN = re.compile(r"[\w\-./+:%@*?|]*", re.ASCII)
 """A value that the grammar reads as one word or number."""
 INTERPRETED = "[]{}()'\",\\$="
 """Letters with a meaning in the grammar."""
+OPTIONS = Path(__file__).with_name("options")
+"""`<block>/<name>.yaml` has the blocks that `block=name` sets."""
 COMMAND_LINE = "command line"
 SEED = "sampling.seed"
 
@@ -28,15 +34,30 @@ def command_line_layer(overrides: Sequence[str], below: Tree) -> ConfigLayer:
         written, value = _read_override(text)
         for path in _paths(written, below):
             current = fold((ConfigLayer("", below), ConfigLayer("", tree)))
-            if value is DELETED:
-                if get(current, path, DELETED) is DELETED:
-                    hint = did_you_mean(path, _all_paths(current))
-                    raise ConfigError(f"'{text}': the recipe does not write '{path}'.{hint}")
-            else:
+            if value is DELETED and get(current, path, DELETED) is DELETED:
+                hint = did_you_mean(path, _all_paths(current))
+                raise ConfigError(f"'{text}': the recipe does not write '{path}'.{hint}")
+            chosen = option(path, value)
+            if not chosen and value is not DELETED:
                 _check_settable(path, value, current)
-            put(tree, path, value)
-            places[path] = text
+            for block, setting in (chosen or {path: value}).items():
+                put(tree, block, setting)
+                places[block] = text
     return ConfigLayer(COMMAND_LINE, tree, places)
+
+
+def option(path: str, value: object) -> dict[str, object]:
+    """The blocks that `block=name` sets. Empty if the block has no option of that name."""
+    parent, _, block = path.rpartition(".")
+    if not isinstance(value, str) or value not in options_of(block):
+        return {}
+    file = OPTIONS / block / f"{value}.yaml"
+    return {join(parent, name): setting for name, setting in yaml.safe_load(file.read_text(encoding="utf-8")).items()}
+
+
+def options_of(block: str) -> list[str]:
+    """The names of the options of a block, such as `server` of the block `rollout`."""
+    return sorted(file.stem for file in (OPTIONS / block).glob("*.yaml"))
 
 
 def _paths(path: str, below: Tree) -> list[str]:
@@ -107,6 +128,9 @@ def _way_to_set(path: str, value: object, keys: Sequence[str]) -> str:
     """The way out for a single value in place of a block."""
     if path.partition(".")[0] == "reward":
         return "Another reward is a class: reward.backend='{_target_: ...}'. `unirl reward ls NAME` prints it"
+    if names := options_of(path.rpartition(".")[2]):
+        hint = did_you_mean(str(value), names).strip()
+        return f"{hint or 'Choose'} {path}={'|'.join(names)}, or another class: {path}='{{_target_: package.Class}}'"
     if "path" in keys:
         return f"Set one of its keys: {path}.path={value}"
     return f"Set one of its keys ({path}.{keys[0]}=...), or replace the block: {path}='{{_target_: package.Class}}'"

@@ -49,6 +49,7 @@ def check_compatibility(config: RecipeConfig, needs: Needs, plan: PlacementPlan,
         _backend_problems,
         *((_reward_modality_problems,) if is_scored else ()),
         _modality_problems,
+        _server_problems,
         _reward_gradient_problems,
     )
     for rule in rules:
@@ -142,6 +143,18 @@ def _eight_bit_problems(config: RecipeConfig, needs: Needs, plan: PlacementPlan)
         "takes its samples for those of the trained policy. Set algorithm.old_logp_source=rollout, which weighs by the "
         f"log-probs of the engine{mismatch}; or leave rollout.weight_dtype out"
     )
+
+
+def _server_problems(config: RecipeConfig, needs: Needs, plan: PlacementPlan) -> Iterator[str]:
+    """A server may be unable to load adapters, or to run tools within a response."""
+    engine, capabilities = config.rollout.class_name, capabilities_of(config.rollout)
+    if plan.is_dedicated and config.lora is not None and not capabilities.adapters and not config.merges_adapters:
+        yield (
+            f"the recipe trains adapters (backend.lora_cfg), and {engine} cannot load adapters while it runs. Set "
+            "sync.merge_adapters=true, which merges them into the weights that are sent"
+        )
+    if config.pipeline.values.get("tools") is not None and not capabilities.tools:
+        yield f"pipeline.tools: {engine} cannot run tools within a response. Write ~pipeline.tools, or {TRAINSIDE}"
 
 
 def _backend_problems(config: RecipeConfig, needs: Needs, plan: PlacementPlan) -> Iterator[str]:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from unirl.config.dependencies import need
 from unirl.config.errors import ConfigError, InvalidScoreError, RewardError, RewardUnreachableError, did_you_mean
+from unirl.config.http import PROBE_TIMEOUT_S
 from unirl.reward.base import RewardScorer
-from unirl.reward.client.connection import PROBE_TIMEOUT_S, Connection, ConnectionConfig
+from unirl.reward.client.connection import Connection, ConnectionConfig
 from unirl.reward.client.encoding import encode_image, encode_video
 from unirl.reward.client.retries import ItemResult, score_items
 from unirl.reward.client.wire import ImageFormat, ItemError, MediaPayload, ScoreItem, Turn

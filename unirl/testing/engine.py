@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +18,18 @@ from unirl.distributed.group.pool import open_pool
 from unirl.distributed.weight_sync.endpoints import WeightSender
 from unirl.distributed.weight_sync.sync import EngineSync
 from unirl.models.base import Pipeline
+from unirl.models.language.pipeline import TextPipeline
 from unirl.rollout.engine.base import DedicatedEngine
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
 from unirl.train.backend.base import TrainBackend
 from unirl.types.batch import Batch, Kind, same
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutTrack
+from unirl.types.segments import Segment, TextSegment
 
 SNAPSHOT = "check"
+MAX_SCORE = 4.5
+"""Largest standard score of the tokens of a server. A right server exceeds it in one check of 150,000."""
 
 
 def check_engine(
@@ -43,6 +47,9 @@ def check_engine(
     decoded samples equal those of the trainside engine within `atol`: before an update, after it, and from a snapshot.
     Rows have the requested weight version and repeat the sampling settings. The bits of a row do not depend on order or
     on other rows. sleep and wake_up change nothing.
+
+    A server draws its own random numbers (`Capabilities.remote`), so its tokens are others. They must be likely draws
+    from the trained policy, and the log-probs that it reports must equal those of the trainer's replay within `atol`.
 
     Args:
         engine: a new engine in this process.
@@ -84,17 +91,17 @@ class EngineCheck:
     def run(self) -> None:
         self.refuses(self.asking("live"), "before it has received any")
         self.sync.push(self.backend.updates)
-        self.equals_trainside("live", "with the initial weights")
+        self.samples_as_trainside("live", "with the initial weights")
         self.backend.snapshot(SNAPSHOT)
         self.update()
         self.refuses(self.asking("live"), "of an update that was not pushed")
         self.sync.push(self.backend.updates)
-        self.equals_trainside("live", "after an update")
+        self.samples_as_trainside("live", "after an update")
         self.keeps_row_bits()
         self.survives_sleep()
         if self.engine.capabilities.snapshots:
             self.sync.push(self.backend.updates, SNAPSHOT)
-            self.equals_trainside(SNAPSHOT, "from a snapshot")
+            self.samples_as_trainside(SNAPSHOT, "from a snapshot")
             self.refuses(self.asking("live"), "while it holds a snapshot")
 
     def asking(self, weights: str) -> RolloutReq:
@@ -103,6 +110,13 @@ class EngineCheck:
     def sampled(self, req: RolloutReq) -> RolloutTrack:
         [track] = self.engine.generate(req).tracks.values()
         return track
+
+    def segment(self, req: RolloutReq) -> Segment:
+        """The segment that the engine samples, with zeros as log-probs if it reports none."""
+        segment = self.sampled(req).segment
+        return (
+            segment if self.engine.capabilities.behaviour_logp else segment.replace(logp=torch.zeros_like(segment.logp))
+        )
 
     @torch.no_grad()
     def update(self) -> None:
@@ -119,36 +133,64 @@ class EngineCheck:
             return
         raise AssertionError(f"{self.name} samples from weights {when}: it must raise SyncError")
 
-    def equals_trainside(self, weights: str, when: str) -> None:
+    def samples_as_trainside(self, weights: str, when: str) -> None:
         req = self.asking(weights)
         ours = self.sampled(req)
-        [theirs] = self.trainside.generate(req).tracks.values()
         assert ours.sample_ids == list(req.sample_ids), f"{self.name}: rows are not in the order of the request {when}"
         versions = set(ours.weight_version.tolist())
         assert versions == {req.weight_version}, (
             f"{self.name}: rows have the weight versions {versions}, not {req.weight_version}"
         )
-        assert ours.decoded is not None and theirs.decoded is not None, f"{self.name} decodes nothing"
+        assert ours.decoded is not None, f"{self.name} decodes nothing"
+        if self.engine.capabilities.remote:
+            self.is_likely(ours.sampled_as(TextSegment), weights, when)
+        else:
+            self.equals_trainside(req, ours, when)
+
+    def is_likely(self, track: RolloutTrack[TextSegment], weights: str, when: str) -> None:
+        """Tokens are draws from the trainer's distributions p_i, of entropy H_i.
+
+        The terms -log p_i(token_i) - H_i have the mean 0 under the policy, whatever came before, so that their sum
+        divided by the root of the sum of their squares is close to a standard normal number.
+        """
+        trained = self.trainside.pipeline
+        assert isinstance(trained, TextPipeline)
+        named = nullcontext() if weights == "live" else self.backend.weights(weights)
+        with torch.no_grad(), named, self.backend.sampling():
+            replay = trained.stage.replay(track.conditions, track.segment, entropy=True)
+        assert replay.entropy is not None
+        surprise = (-replay.logp - replay.entropy).double()
+        score = float(surprise.sum() / surprise.square().sum().sqrt())
+        assert abs(score) < MAX_SCORE, (
+            f"{self.name}: its {len(surprise)} tokens are unlikely draws from the trained policy {when}: a score of "
+            f"{score:.1f}, where {MAX_SCORE:g} is allowed. It samples from other weights or at another temperature"
+        )
+        if self.engine.capabilities.behaviour_logp:
+            self.assert_close("logp", Kind.PACKED, track.segment.logp, replay.logp, f"from the trainer's replay {when}")
+
+    def equals_trainside(self, req: RolloutReq, ours: RolloutTrack, when: str) -> None:
+        [theirs] = self.trainside.generate(req).tracks.values()
+        assert ours.decoded is not None and theirs.decoded is not None
         for batch, other in ((ours.segment, theirs.segment), (ours.decoded, theirs.decoded)):
             for field, kind, a, b in values_of(batch, other):
                 self.assert_close(field, kind, a, b, f"from trainside's {when}")
 
     def keeps_row_bits(self) -> None:
         req = self.asking("live")
-        whole = self.sampled(req).segment
+        whole = self.segment(req)
         backwards = list(reversed(range(len(req))))
         for rows in (backwards, backwards[:1]):
-            part = self.sampled(req.select(rows)).segment
+            part = self.segment(req.select(rows))
             assert equal(part, whole.select(rows)), (
                 f"{self.name}: the bits of a row depend on its position or on other rows"
             )
 
     def survives_sleep(self) -> None:
         req = self.asking("live")
-        before = self.sampled(req).segment
+        before = self.segment(req)
         self.engine.sleep()
         self.engine.wake_up()
-        assert equal(self.sampled(req).segment, before), f"{self.name}: samples differ after sleep and wake_up"
+        assert equal(self.segment(req), before), f"{self.name}: samples differ after sleep and wake_up"
 
     def assert_close(self, field: str, kind: Kind, ours: object, theirs: object, when: str) -> None:
         """Per-row numbers agree within the tolerance; all other fields are equal."""

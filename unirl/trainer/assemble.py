@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 from unirl.algorithms.base import StageAlgorithm
@@ -101,8 +103,17 @@ def build_trainer(
             trainer = assemble(recipe, sizes, data, tracker, pool, checkpoints, resume)
         if is_own_run:
             _check_disk(recipe.config, checkpoints, trainer.learners)
-        with tracker.watching(lambda: status_of(pool)):
+        with tracker.watching(lambda: status_of(pool)), files_of_engines(root):
             yield trainer
+
+
+@contextmanager
+def files_of_engines(root: Path) -> Iterator[None]:
+    """Remove the weights that engines wrote for their servers. A worker that is killed cannot remove its own."""
+    try:
+        yield
+    finally:
+        shutil.rmtree(root / "engine", ignore_errors=True)
 
 
 @contextmanager
@@ -304,7 +315,7 @@ def place_learner(
     if tiles:  # decoding in tiles needs less memory
         tracks = {name: replace(sizes, config=configs[name]) for name, sizes in tracks.items()}
     place_roles = place_dedicated if plan.is_dedicated else place_trainside
-    roles = place_roles(Places(policy, pool, plan, configs, trained), reward)
+    roles = place_roles(Places(policy, pool, plan, configs, trained, tracker.run.root), reward)
     config, facts = configs[last], roles.rollout.facts()
     return Learner(
         tracks={

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from unirl.algorithms.base import StageAlgorithm
@@ -27,7 +28,7 @@ from unirl.models.base import Bundle, Pipeline
 from unirl.models.denoising.bundle import DiffusionBundle
 from unirl.models.denoising.differentiable import DifferentiableStage
 from unirl.models.denoising.pipeline import DiffusionPipeline
-from unirl.plan.placement import PlacementPlan
+from unirl.plan.placement import PlacementPlan, capabilities_of
 from unirl.plan.preflight import KnownModel, needs_of
 from unirl.reward.service import RewardService
 from unirl.rollout.engine.base import RolloutEngine
@@ -66,6 +67,8 @@ class Places:
     """The recipe as each track of the policy sees it."""
     trained: Sequence[str] = ()
     """The tracks that are trained."""
+    run_dir: Path | None = None
+    """The run directory."""
 
     @property
     def config(self) -> RecipeConfig:
@@ -163,9 +166,10 @@ def place_dedicated(places: Places, reward: RewardService) -> Roles:
     training = places.training(train, bundle, stages)
     backend = training.backend
 
-    engine_bundle = places.node(engine, "engine_bundle", Bundle, with_storage(config.bundle))
+    engine_bundle = places.node(engine, "engine_bundle", Bundle, engine_bundle_node(config))
     engine_pipeline = places.node(engine, "engine_pipeline", Pipeline, config.pipeline, bundle=engine_bundle)
-    rollout = places.node(engine, "rollout", RolloutEngine, config.rollout, pipeline=engine_pipeline)
+    given = {"pipeline": engine_pipeline, "run_dir": places.run_dir}
+    rollout = places.node(engine, "rollout", RolloutEngine, config.rollout, **given)
 
     # The sender reaches an engine in its own process directly: beside it on a worker, or in the driver's process.
     colocated = rollout if engine is train else engine.role_here(named(places.policy, "rollout"))
@@ -207,9 +211,12 @@ def canary_stage(bundle: Bundle) -> object:
     return bundle.stage()
 
 
-def with_storage(bundle: Node) -> Node:
-    """The bundle of an engine. No backend fills its network, so it loads the weights itself."""
-    return replace(bundle, values={**bundle.values, "meta_init": False}) if bundle.values.get("meta_init") else bundle
+def engine_bundle_node(config: RecipeConfig) -> Node:
+    """The bundle of an engine. No backend fills its network: it loads the weights itself, unless a server has them."""
+    bundle, is_remote = config.bundle, capabilities_of(config.rollout).remote
+    if bundle.values.get("meta_init", is_remote) == is_remote:
+        return bundle
+    return replace(bundle, values={**bundle.values, "meta_init": is_remote})
 
 
 def build_shared_stack(node: Node, backend: TrainBackend, **stacks: TrainStack) -> UnifiedModelStack:

@@ -181,6 +181,12 @@ class Capabilities:
     """The engine can sample from a snapshot by name."""
     dedicated: bool = False
     """The engine has its own copy of the weights and needs a `sync` block; else it uses the trained weights."""
+    remote: bool = False
+    """The engine's weights live in a server. Its process has a network without storage, which only names parameters."""
+    adapters: bool = False
+    """Weight sync can send adapters to the engine. Else they are merged into the weights that are sent."""
+    tools: bool = False
+    """The engine can run tools within a response."""
     differentiable: bool = False
     recorded: bool = False
     """The engine returns recorded samples instead of generating; the reward reads what was recorded about them."""

@@ -103,7 +103,8 @@ def stored_positions(sde_indices: Sequence[int], num_steps: int) -> tuple[int, .
 class TextSegment(Segment):
     """Sampled tokens, packed. Log-probs are those of the tempered distribution before top_k and top_p.
 
-    Values at tokens that are context only are never read; they need not be finite.
+    Values at tokens that are context only are never read; they need not be finite. Log-probs are NaN if the engine
+    reports none (`Capabilities.behaviour_logp`).
     """
 
     tokens: Tensor = packed()  # [sum L] int64

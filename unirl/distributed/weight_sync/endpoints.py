@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -201,8 +201,12 @@ class WeightReceiver:
             if entry.name in layers:
                 layers[entry.name].store(bucket.values(entry))
             else:
-                self.network.get_parameter(entry.name).data.copy_(bucket.values(entry))
+                self._store(entry.name, bucket.values(entry))
             self.received.append(entry.name)
+
+    def _store(self, name: str, values: Tensor) -> None:
+        """Keep the values of one tensor. Their memory is reused for the next bucket."""
+        self.network.get_parameter(name).data.copy_(values)
 
     def _follow(self, bucket: Bucket) -> None:
         if bucket.number == 0:
@@ -237,4 +241,32 @@ class WeightReceiver:
             (name, layers[name].stored_bytes() if name in layers else self.network.get_parameter(name))
             for name in self.layout.tensors
         )
+        return self._report(held)
+
+    def _report(self, held: Iterable[tuple[str, Tensor]]) -> Arrival:
+        """The report on the last transfer, given the tensors that are held now."""
         return Arrival(current().rank, self.version, self.weights, tuple(self.received), fingerprints(held))
+
+
+class WeightForwarder(WeightReceiver):
+    """Checks what arrives on its way to a server that has the network.
+
+    The network of this process has no storage: it only names parameters, shapes and dtypes.
+    """
+
+    def __init__(self, network: nn.Module, layout: WeightLayout) -> None:
+        super().__init__(network, layout)
+        self._bucket: dict[str, Tensor] = {}
+
+    def checked(self, bucket: Bucket) -> Mapping[str, Tensor]:
+        """The tensors of a bucket by name, in the dtypes of the network. Raises SyncError as `receive` does."""
+        self._bucket = {}
+        self.receive(bucket)
+        return self._bucket
+
+    def _store(self, name: str, values: Tensor) -> None:
+        self._bucket[name] = values.to(self.network.get_parameter(name).dtype)
+
+    def arrival_of(self, held: Iterable[tuple[str, Tensor]]) -> Arrival:
+        """The report on the last transfer, given the tensors that the server holds."""
+        return self._report(held)

@@ -1,4 +1,4 @@
-"""HTTP connections, and the one to a reward service: single attempts and the meaning of their failures.
+"""The connection to a reward service: single attempts and the meaning of their failures.
 
 This module loads neither torch nor transformers.
 """
@@ -8,15 +8,22 @@ from __future__ import annotations
 import gzip
 import json
 import time
-import weakref
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, NoReturn, TypeVar
+from typing import Literal, NoReturn, TypeVar
 
 import msgspec
 
-from unirl.config.errors import ConfigError, InvalidValueError, RewardError, RewardUnreachableError
+from unirl.config.errors import InvalidValueError, RewardError, RewardUnreachableError
+from unirl.config.http import (
+    CONNECT_S,
+    MAX_PAUSE_S,
+    PROBE_TIMEOUT_S,
+    HttpClient,
+    Reply,
+    RequestFailed,
+    ServerBusy,
+    read_token,
+)
 from unirl.reward.client.wire import (
     JSON,
     MSGPACK,
@@ -29,17 +36,7 @@ from unirl.reward.client.wire import (
     encode,
 )
 
-if TYPE_CHECKING:
-    import httpx2
-
 T = TypeVar("T")
-
-CONNECT_S: Final = 10.0
-PROBE_TIMEOUT_S: Final = 2.0
-"""Timeout of a request that a running server answers at once."""
-MAX_PAUSE_S: Final = 10.0
-MAX_BODY_BYTES: Final = 64 * 2**20
-"""Largest response body that is read, in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,102 +81,8 @@ class ConnectionConfig:
             raise InvalidValueError(f"max_retries must be >= 0, got {self.max_retries}")
 
 
-class RequestFailed(Exception):
-    """An attempt failed, and another attempt may succeed."""
-
-
-class ServerUnreachable(RequestFailed):
-    """No server listens at the address."""
-
-
-class ServerBusy(Exception):
-    """The server asks to try again later (429 or 503)."""
-
-    def __init__(self, why: str, retry_after_s: float) -> None:
-        super().__init__(why)
-        self.retry_after_s = retry_after_s
-
-
 class TooLarge(RewardError):
     """The service refuses a request because of its size. A request with fewer items may succeed."""
-
-
-@dataclass(frozen=True)
-class Reply:
-    """A response of a server."""
-
-    status: int
-    body: bytes
-    content_type: str
-    retry_after: str
-
-    def raise_if_retryable(self, message: str, pause_s: float) -> None:
-        """Raises RequestFailed or ServerBusy for a status after which another attempt may succeed.
-
-        Args:
-            pause_s: the pause in seconds when a busy server names none.
-        """
-        if self.status in (429, 503):
-            raise ServerBusy(message, float(self.retry_after) if self.retry_after.isdecimal() else pause_s)
-        if self.status >= 500 or self.status == 408:
-            raise RequestFailed(message)
-
-
-class HttpClient:
-    """A pool of HTTP connections to one server. Threads may share it. Garbage collection closes it."""
-
-    def __init__(
-        self,
-        base_url: str,
-        *,
-        token: str | None,
-        timeout_s: float,
-        connections: int,
-        transport: httpx2.BaseTransport | None = None,
-    ) -> None:
-        import httpx2
-
-        self._http = httpx2.Client(
-            base_url=base_url,
-            headers={"Authorization": f"Bearer {token}"} if token else {},
-            timeout=httpx2.Timeout(timeout_s, connect=CONNECT_S, pool=None),
-            limits=httpx2.Limits(max_connections=connections),
-            transport=transport,
-            trust_env=False,
-            follow_redirects=False,
-            # Loading the root certificates takes time, and plain HTTP does not need them.
-            verify=base_url.startswith("https"),
-        )
-        self.close = weakref.finalize(self, self._http.close)
-
-    def request(
-        self,
-        method: str,
-        path: str,
-        *,
-        content: bytes | None = None,
-        headers: Mapping[str, str] | None = None,
-        timeout_s: float | None = None,
-    ) -> Reply:
-        """Returns the response to one attempt. Raises RequestFailed when there is none, or it is too large."""
-        import httpx2
-
-        timeout = httpx2.USE_CLIENT_DEFAULT if timeout_s is None else timeout_s
-        body = bytearray()
-        try:
-            with self._http.stream(method, path, content=content, headers=headers, timeout=timeout) as response:
-                for piece in response.iter_bytes():
-                    body += piece
-                    if len(body) > MAX_BODY_BYTES:
-                        raise RequestFailed(f"the response body has more than {MAX_BODY_BYTES} bytes")
-        except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
-            raise ServerUnreachable(f"{type(error).__name__}: {error}") from error
-        except httpx2.TransportError as error:
-            raise RequestFailed(f"{type(error).__name__}: {error}") from error
-        except httpx2.DecodingError as error:
-            raise RequestFailed(f"the body cannot be decompressed: {error}") from error
-        content_type = response.headers.get("content-type", "").partition(";")[0]
-        return Reply(response.status_code, bytes(body), content_type, response.headers.get("retry-after", ""))
 
 
 class Connection(HttpClient):
@@ -260,13 +163,3 @@ class Connection(HttpClient):
             f"the last one: {last}. Start the service or correct base_url, and try: "
             f"unirl reward ping {self.config.base_url}"
         )
-
-
-def read_token(token_file: str | None) -> str | None:
-    """Returns the token in a file. Raises ConfigError when it cannot be read."""
-    if token_file is None:
-        return None
-    try:
-        return Path(token_file).read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"token_file={token_file!r} cannot be read: {error}") from error

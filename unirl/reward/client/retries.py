@@ -21,7 +21,8 @@ from uuid import uuid4
 
 import msgspec
 
-from unirl.reward.client.connection import MAX_PAUSE_S, Connection, RequestFailed, ServerBusy, TooLarge
+from unirl.config.http import MAX_PAUSE_S, RequestFailed, ServerBusy
+from unirl.reward.client.connection import Connection, TooLarge
 from unirl.reward.client.wire import RETRYABLE, ItemError, Score, ScoreItem, TextAnswer
 from unirl.types.progress import progress
 

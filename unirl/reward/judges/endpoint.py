@@ -14,7 +14,7 @@ from typing import ClassVar, NoReturn
 import msgspec
 
 from unirl.config.errors import InvalidValueError, RewardError, RewardUnreachableError, did_you_mean
-from unirl.reward.client.connection import (
+from unirl.config.http import (
     MAX_PAUSE_S,
     PROBE_TIMEOUT_S,
     HttpClient,

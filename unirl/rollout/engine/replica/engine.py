@@ -33,7 +33,9 @@ from unirl.types.rollout_resp import RolloutResp
 class ReplicaRolloutEngine(DedicatedEngine):
     """Samples with its own pipeline, `forward_batch_size` rows per forward."""
 
-    capabilities: ClassVar[Capabilities] = Capabilities(behaviour_logp=True, snapshots=True, dedicated=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        behaviour_logp=True, snapshots=True, dedicated=True, adapters=True, tools=True
+    )
     toy: ClassVar[Mapping[str, object]] = {"forward_batch_size": 8}
 
     def __init__(

@@ -1,0 +1,316 @@
+"""Samples with `transformers serve`, the OpenAI-compatible server of the transformers library. It runs on a CPU, too.
+
+The server reads and writes texts, and a text that is tokenized again need not give the same tokens. So each folder of
+weights that it loads has a tokenizer in which the text of token 17 is "17" and blanks separate tokens: prompts and
+responses are exact tokens. It reports no log-probs, so the trainer replays them. New weights are a new folder, whose
+name it repeats in every answer.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+from unirl.config.dependencies import need
+from unirl.config.errors import EngineError
+from unirl.config.http import PROBE_TIMEOUT_S, HttpClient, Reply, RequestFailed
+from unirl.distributed.group.rank import current
+from unirl.models.language.bundle import load_network
+from unirl.models.language.pipeline import TextPipeline
+from unirl.models.loading.hub import quiet_libraries
+from unirl.rollout.engine.serving.engine import TokenServingEngine
+from unirl.rollout.engine.serving.process import LOOPBACK, ServerProcess, free_port
+from unirl.rollout.engine.serving.server import ProbeResult, TokenAnswer, TokenRequest, TokenServer
+from unirl.types.protocols import Capabilities
+from unirl.types.sampling import ARSamplingParams
+
+NEEDED = ("fastapi", "uvicorn", "openai")
+PROBED_RANKS = (1, 2, 4, 9, 32)
+"""Tokens that the probe compares with the most likely one, by their rank in the expected logits."""
+PROBE_LADDER = (1e-5, 1e-4, 1e-3, 1e-2, 5e-2, 0.25)
+"""Relative differences that the probe tells apart."""
+
+
+class ServedChoice(msgspec.Struct):
+    """The part of a choice that is read."""
+
+    text: str
+    finish_reason: str
+
+
+class ServedCompletion(msgspec.Struct):
+    """The part of a response of /v1/completions that is read."""
+
+    model: str
+    choices: list[ServedChoice]
+
+
+class TransformersServer(TokenServer):
+    """A process of `transformers serve`, or one that runs at `url` on this machine."""
+
+    name: ClassVar[str] = "transformers serve"
+    # It generates one response at a time, and a seed is for the whole process.
+    concurrency = 1
+
+    def __init__(
+        self,
+        pipeline: TextPipeline[Any],
+        folder: Path,
+        log: Path,
+        *,
+        url: str | None,
+        python_executable: str | None,
+        start_timeout_s: float,
+        timeout_s: float,
+        max_restarts: int,
+    ) -> None:
+        """
+        Args:
+            folder: weights are written below it, and it is removed at the end. The server must see it, too.
+        """
+        self._remove = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self.pipeline = pipeline
+        self.folder = folder
+        self.start_timeout_s = start_timeout_s
+        self.max_restarts = max_restarts
+        self.model: Path | None = None
+        """The folder of the weights that the server has."""
+        self.sent: dict[str, Tensor] = {}
+        """The tensors of the transfer that is under way, by name."""
+        self.weights_name = ""
+        self.process: ServerProcess | None = None
+        self._recovering = threading.Lock()
+        if url is None:
+            port = free_port()
+            url = f"http://{LOOPBACK}:{port}"
+            words = [python_executable or sys.executable, "-m", "transformers.cli.transformers", "serve"]
+            options = {"--host": LOOPBACK, "--port": str(port), "--device": str(pipeline.bundle.device)}
+            # A model stays loaded until the next one takes its place.
+            options |= {"--model-timeout": str(10**9), "--log-level": "error"}
+            words += [word for option in options.items() for word in option]
+            env = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads())}
+            self.process = ServerProcess(self.name, words, log, env)
+        self.url = url
+        self.http = HttpClient(url, token=None, timeout_s=timeout_s, connections=2)
+
+    def start(self) -> None:
+        if self.process is not None:
+            self.process.start()
+
+    def wait_ready(self) -> None:
+        if self.process is not None:
+            self.process.wait_ready(self._is_ready, self.start_timeout_s)
+        elif not self._is_ready():
+            raise EngineError(f"no {self.name} answers at rollout.url={self.url}: start it, or correct the address")
+
+    def _is_ready(self) -> bool:
+        try:
+            return self.http.request("GET", "/health", timeout_s=PROBE_TIMEOUT_S).status == 200
+        except RequestFailed:
+            return False
+
+    def recover(self) -> None:
+        with self._recovering:
+            if self.process is None:
+                self.wait_ready()
+                return
+            if self.process.is_alive:
+                return
+            if self.process.num_starts > self.max_restarts:
+                raise EngineError(
+                    f"{self.name} ended {self.process.ending}, and was restarted rollout.max_restarts="
+                    f"{self.max_restarts} times before. {self.process.tail()}"
+                )
+            self.process.start()
+            self.wait_ready()
+            self.wake_up()
+
+    def complete(self, request: TokenRequest, params: ARSamplingParams) -> TokenAnswer:
+        ends = self.pipeline.bundle.codec.ends
+        settings = {
+            "do_sample": params.temperature > 0,
+            "top_k": params.top_k,
+            "top_p": params.top_p,
+            "max_new_tokens": params.max_new_tokens,
+            "min_new_tokens": params.min_new_tokens,
+            "eos_token_id": list(ends),
+            "pad_token_id": ends[0],
+        }
+        if params.temperature > 0:
+            settings["temperature"] = params.temperature
+        return self._generate(request.prompt, settings, request.seed)
+
+    def _generate(self, prompt: Sequence[int], settings: Mapping[str, object], seed: int) -> TokenAnswer:
+        body = {
+            "model": str(self.model),
+            "prompt": text_of(prompt),
+            "seed": seed,
+            "generation_config": json.dumps(settings),
+        }
+        reply = self._post("/v1/completions", body)
+        try:
+            completion = msgspec.json.decode(reply.body, type=ServedCompletion)
+            [choice] = completion.choices
+            tokens = [int(word) for word in choice.text.split()]
+        except (msgspec.DecodeError, ValueError) as error:
+            raise EngineError(f"{self.name}: an answer cannot be read: {error}: {shown(reply)}") from error
+        return TokenAnswer(tokens, None, Path(completion.model).name)
+
+    def begin_weights(self, name: str) -> None:
+        self.sent, self.weights_name = {}, name
+
+    def send_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        self.sent |= {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+
+    def end_weights(self) -> Iterator[tuple[str, Tensor]]:
+        old, folder, tensors = self.model, self.folder / self.weights_name, self.sent
+        with quiet_libraries():
+            self.pipeline.write_model(tensors, folder)
+            id_tokenizer(self.pipeline.facts.vocab_size).save_pretrained(folder)
+        self.model = folder
+        self.wake_up()
+        if old is not None:
+            shutil.rmtree(old)
+        bundle = self.pipeline.bundle
+        with quiet_libraries():
+            network = load_network(bundle.family.network_class(), folder, bundle.dtype)
+        held = dict(network.named_parameters(remove_duplicate=False))
+        self.sent = {}
+        return ((name, held[name]) for name in tensors)
+
+    def probe(self, prompts: Sequence[Sequence[int]], logits: Tensor) -> ProbeResult:
+        """Compares logits through the choice of the most likely token.
+
+        l_m is the largest logit, l_t that of another token t. With a bias b on t the server chooses m if
+        b < l_m - l_t, and t if b > l_m - l_t. Asking at l_m - l_t -+ d bounds the error of the difference by d.
+        """
+        scale = float(logits.double().square().mean().sqrt())
+        for step in PROBE_LADDER:
+            if all(self._agrees(prompt, row, step * scale) for prompt, row in zip(prompts, logits, strict=True)):
+                return ProbeResult(step * scale, step)
+        return ProbeResult(float("inf"), float("inf"))
+
+    def _agrees(self, prompt: Sequence[int], logits: Tensor, margin: float) -> bool:
+        values, tokens = logits.double().sort(descending=True, stable=True)
+        ranks = [rank for rank in PROBED_RANKS if rank < len(tokens)]
+        gaps = [(int(tokens[rank]), float(values[0] - values[rank])) for rank in ranks]
+        return all(
+            self._chooses(prompt, logits, token, gap + side, margin)
+            for token, gap in gaps
+            for side in (-margin, margin)
+        )
+
+    def _chooses(self, prompt: Sequence[int], logits: Tensor, token: int, bias: float, margin: float) -> bool:
+        """True if the server's choice, with a bias on one token, is the best one by `logits`, or as good."""
+        biased = logits.double().clone()
+        biased[token] += bias
+        return float(biased.max() - biased[self._greedy(prompt, token, bias)]) < margin / 2
+
+    def _greedy(self, prompt: Sequence[int], token: int, bias: float) -> int:
+        """The most likely token after a prompt, with a bias on one token's logit."""
+        settings = {"do_sample": False, "max_new_tokens": 1, "sequence_bias": [[[token], bias]]}
+        settings["pad_token_id"] = self.pipeline.bundle.codec.ends[0]
+        return int(self._generate(prompt, settings, 0).tokens[0])
+
+    def sleep(self) -> None:
+        self._post("/reset", {})
+
+    def wake_up(self) -> None:
+        if self.model is None:
+            return
+        self._post("/reset", {})
+        reply = self._post("/load_model", {"model": str(self.model)})
+        if b'"ready"' not in reply.body:
+            raise EngineError(f"{self.name} could not load {self.model}: {shown(reply)}")
+
+    def _post(self, path: str, body: Mapping[str, object]) -> Reply:
+        """One attempt. Raises RequestFailed or ServerBusy if another one may succeed, else EngineError."""
+        headers = {"Content-Type": "application/json"}
+        reply = self.http.request("POST", path, content=msgspec.json.encode(body), headers=headers)
+        if reply.status != 200:
+            reply.raise_if_retryable(f"{reply.status} {shown(reply)}", pause_s=1.0)
+            raise EngineError(f"{self.name} refuses {path}: {reply.status} {shown(reply)}")
+        return reply
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.stop()
+        self._remove()
+
+
+def shown(reply: Reply) -> str:
+    """The beginning of a reply, for an error message."""
+    return reply.body[:300].decode(errors="replace")
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    """The text of tokens in the tokenizer of `id_tokenizer`."""
+    return " ".join(map(str, tokens))
+
+
+def id_tokenizer(vocab_size: int) -> Any:
+    """A tokenizer whose texts are token ids, separated by blanks. No token is special, so that none is left out."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({str(token): token for token in range(vocab_size)}))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+class TransformersServeEngine(TokenServingEngine):
+    """Samples with `transformers serve`."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        snapshots=True, dedicated=True, remote=True, modalities=("text",)
+    )
+
+    def __init__(
+        self,
+        pipeline: TextPipeline[Any],
+        run_dir: Path | None = None,
+        *,
+        url: str | None = None,
+        python_executable: str | None = None,
+        start_timeout_s: float = 300.0,
+        timeout_s: float = 600.0,
+        max_restarts: int = 3,
+    ) -> None:
+        """
+        Args:
+            run_dir: gets the log of the server, and the weights that it loads. None: a temporary folder.
+            url: the address of a server that runs on this machine, such as http://127.0.0.1:8000. Absent: the engine
+                starts one, and stops it at the end.
+            python_executable: the Python that runs the server. Absent: the one that runs UniRL.
+            start_timeout_s: seconds that the server has to start.
+            timeout_s: seconds that it has for one response.
+            max_restarts: how often a server that ended is started again.
+        """
+        if url is None and python_executable is None:
+            for package in NEEDED:
+                need(package, by="TransformersServeEngine", extra="serve")
+        root = Path(tempfile.mkdtemp(prefix="unirl-")) if run_dir is None else run_dir
+        folder = root / "engine" / f"rank-{current().rank}"
+        shutil.rmtree(folder, ignore_errors=True)  # weights of a run that was killed
+        server = TransformersServer(
+            pipeline,
+            folder,
+            root / "logs" / f"transformers-serve-{current().rank}.log",
+            url=url,
+            python_executable=python_executable,
+            start_timeout_s=start_timeout_s,
+            timeout_s=timeout_s,
+            max_restarts=max_restarts,
+        )
+        super().__init__(pipeline, server)

@@ -106,6 +106,8 @@ def _shape(facts: LatentFacts) -> tuple[str, str, str]:
 
 def _condition_images(facts: LatentFacts) -> str:
     fewest, most = facts.condition_images
+    if most is None:
+        return f"{fewest} or more"
     return "none" if not most else str(most) if fewest == most else f"{fewest} to {most}"
 
 

@@ -66,6 +66,51 @@ def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
     assert torch.equal(together[7:27], alone)
 
 
+BLOCKS = [((1, 4),), (), ((0, 20), (33, 60)), ()]
+"""Ranges of tokens that see each other, for rows of 5, 1, 70 and 6 tokens. Rows 0 and 3 have one padded length."""
+
+
+def seen_with_blocks(lengths: list[int]) -> Tensor:
+    """The definition, pair by pair."""
+    row = [number for number, length in enumerate(lengths) for _ in range(length)]
+    place = [place for length in lengths for place in range(length)]
+
+    def sees(i: int, j: int) -> bool:
+        same_block = any(a <= place[i] < b and a <= place[j] < b for a, b in BLOCKS[row[i]])
+        return row[i] == row[j] and (place[j] <= place[i] or same_block)
+
+    return torch.tensor([[sees(i, j) for j in range(len(row))] for i in range(len(row))])
+
+
+def test_tokens_of_a_block_see_each_other_and_all_else_stays_causal() -> None:
+    lengths = [5, 1, 70, 6]
+    inputs, seen = [tensor.requires_grad_() for tensor in qkv(sum(lengths))], seen_with_blocks(lengths)
+    result, wanted = PackedAttention(lengths, blocks=BLOCKS)(LAYER, *inputs, SCALE), masked(*inputs, seen)
+    assert torch.allclose(result.double(), wanted, atol=1e-6)
+    assert not torch.allclose(result, PackedAttention(lengths)(LAYER, *inputs, SCALE), atol=1e-2)
+    weights = torch.linspace(-1, 1, result.numel()).view_as(result)
+    both = (torch.autograd.grad((out * weights).sum(), inputs) for out in (result, wanted))
+    for ours, theirs in zip(*both, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+def test_a_row_has_the_same_bits_among_rows_with_blocks() -> None:
+    q, k, v = qkv(82)
+    together = PackedAttention([5, 1, 70, 6], blocks=BLOCKS)(LAYER, q, k, v, SCALE)
+    for start, length, blocks in ((6, 70, BLOCKS[2:3]), (76, 6, None)):
+        own = slice(start, start + length)
+        alone = PackedAttention([length], blocks=blocks)(LAYER, q[own], k[own], v[own], SCALE)
+        assert torch.equal(together[own], alone)
+
+
+def test_a_causal_kernel_never_runs_rows_with_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = qkv(82)
+    attend = PackedAttention([5, 1, 70, 6], blocks=BLOCKS)
+    plain = attend(LAYER, q, k, v, SCALE)
+    monkeypatch.setattr(attention, "has_varlen", lambda query: True)
+    assert torch.equal(attend(LAYER, q, k, v, SCALE), plain)
+
+
 def test_the_kernel_for_ragged_rows_is_told_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """On an accelerator one kernel runs all rows: here a stand-in that does what its documentation says."""
     import torch.nn.attention.varlen as ragged
@@ -100,7 +145,7 @@ def filled_cache(lengths: list[int], q: Tensor, k: Tensor, v: Tensor) -> KVCache
     cache = KVCache(len(lengths))
     cache.reserve(max(lengths))
     places = torch.cat([torch.arange(n) + slot * cache.capacity for slot, n in enumerate(lengths)])
-    PrefillAttention(cache, lengths, torch.arange(len(q)), places)(Layer(), q, k, v, SCALE)
+    PrefillAttention(cache, PackedAttention(lengths), torch.arange(len(q)), places)(Layer(), q, k, v, SCALE)
     return cache
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,8 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from unirl.config.errors import DataError
 from unirl.models.denoising.embeddings import ConditionImages
 from unirl.models.denoising.stage import DiffusionStage
+from unirl.models.hunyuan_image3.checkpoint import FIRST_VERSION
 from unirl.models.hunyuan_image3.family import HunyuanImage3Bundle, HunyuanImage3Pipeline
 from unirl.models.hunyuan_image3.network import Config, HunyuanImage3Network, MoE
+from unirl.models.hunyuan_image3.prompts import sizes_of
 from unirl.models.language.packing import prompt_tokens
 from unirl.models.language.pipeline import transformers_logp
 from unirl.models.language.stage import ARStage
@@ -359,7 +362,7 @@ def test_the_recipe_and_the_checkpoint_decide_the_template() -> None:
     system = HunyuanImage3Pipeline(HunyuanImage3Bundle(path="toy", dtype="fp32"), system_instruction="Draw.")
     assert spelt(system, system.drawing_prompt("ab", {})).startswith("<|startoftext|>Draw.\n\nUser: ab\n\n")
     bundle = HunyuanImage3Bundle(path="toy", dtype="fp32")
-    bundle.format = type(bundle.format)(codec=bundle.codec, base_size=1024, has_roles=False, drops_think=True)
+    bundle.format = replace(bundle.format, has_roles=False, drops_think=True)
     base = HunyuanImage3Pipeline(bundle, system_instruction="Draw.")
     written = {name: bundle.codec.encode(name[0]) for name in ("think", "recaption")}
     assert spelt(base, base.drawing_prompt("ab", written)) == "<|startoftext|>Draw.ab<recaption>r</recaption>"
@@ -383,9 +386,12 @@ def test_the_ratio_token_is_that_of_the_nearest_published_size(toy: HunyuanImage
             sizes.append((sides[0], sides[1]))
     sizes.sort(key=lambda size: size[0] / size[1])
     assert len(sizes) == 33
-    for index, (height, width) in enumerate(sizes):
+    later = [(1024, 768), (1280, 720), (768, 1024), (720, 1280)]  # checkpoints after the first one
+    for index, (height, width) in enumerate(sizes + later):
         header = toy.bundle.format.header(height // 16, width // 16)
         assert spelt(toy, header) == f"<boi><img_size_1024><img_ratio_{index}><timestep>"
+    first = HunyuanImage3Bundle.family.published[BASE].components["transformer"]["model_version"]
+    assert first == FIRST_VERSION and sizes_of(1024, False) == sizes and sizes_of(1024, True) == sizes + later
 
 
 # --- policies, and the tree of their samples --------------------------------------------------------------------------

@@ -159,6 +159,16 @@ def test_the_generation_configuration_decides_template_and_shift(damaged: Path) 
     assert math.isclose(float(bundle.facts.schedule.sigmas(2, 4)[1]), 5 * 0.5 / (1 + 4 * 0.5), rel_tol=1e-6)
 
 
+def test_keys_that_the_published_files_leave_out_have_the_published_defaults(damaged: Path) -> None:
+    """The files name neither the size of images nor the layers to and from latents, as their class has them."""
+    config = json.loads((damaged / "config.json").read_text())
+    absent = {"patch_size": 1, "patch_embed_hidden_dim": 64, "image_base_size": 1024}
+    assert {key: config.pop(key) for key in absent} == absent
+    (damaged / "config.json").write_text(json.dumps(config))
+    network = HunyuanImage3Bundle.family.read(damaged).components["transformer"]
+    assert {key: network[key] for key in absent} == {**absent, "patch_embed_hidden_dim": 1024}
+
+
 def test_a_plan_downloads_no_weights_and_a_run_all_of_them(
     toy: HunyuanImage3Pipeline, folder: Path, hub_answers: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,7 +262,7 @@ def test_a_damaged_model_is_refused(damaged: Path, damage: tuple[Change, str], m
         ({"cfg_distilled": True}, "has cfg_distilled=true, which is not available"),
         ({"use_meanflow": True}, "has use_meanflow=true"),
         ({"patch_size": 2}, "has patch_size=2"),
-        ({"patch_embed_hidden_dim": None}, "no image layers of HunyuanImage-3"),
+        ({"vae": None}, "no image layers of HunyuanImage-3"),
         ({"vocab_size": 300}, "the network embeds 300 tokens, so they belong to different checkpoints"),
     ],
 )

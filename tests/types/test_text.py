@@ -5,7 +5,7 @@ import torch
 
 from unirl.sde.kernels import DPMSolver2M, FlowSDEStrategy
 from unirl.testing.toy import toy_facts, toy_params
-from unirl.types.conditions import ImagePatches, PromptTokens
+from unirl.types.conditions import EncodedImages, ImagePatches, PackedVectors, PromptTokens
 from unirl.types.facts import LanguageFacts
 from unirl.types.rollout_req import RolloutReq, TrackSpec
 from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams, Sampling
@@ -144,4 +144,25 @@ def test_prompts_and_their_images_are_selected_row_by_row() -> None:
     )
     twice = ImagePatches.concat([images.select([1]), images.select([0])])
     assert twice.grids == [((1, 2, 2), (1, 1, 2)), ()] and twice.offsets.tolist() == [0, 6, 6]
-    assert twice.digests == [("a", "b"), ()]
+    assert twice.digests == [("a", "b"), ()] and twice.identities()[1] == ((), ())
+
+
+def test_blocks_and_encoded_images_follow_their_rows() -> None:
+    prompt = PromptTokens(
+        tokens=torch.arange(5),
+        positions=torch.arange(10).view(5, 2),
+        next_position=torch.tensor([2, 3]),
+        offsets=torch.tensor([0, 2, 5]),
+        blocks=[(), ((0, 2),)],
+    )
+    assert prompt.select([1, 0, 1]).blocks == [((0, 2),), (), ((0, 2),)]
+    assert PromptTokens.concat([prompt, prompt.select([1])]).blocks == [(), ((0, 2),), ((0, 2),)]
+    images = EncodedImages(
+        latents=PackedVectors(values=torch.arange(5.0)[:, None], offsets=torch.tensor([0, 2, 5])),
+        features=PackedVectors(values=torch.arange(4.0)[:, None], offsets=torch.tensor([0, 2, 4])),
+        sizes=[((1, 2),), ((3, 1),)],
+        digests=[("a",), ("b",)],
+    )
+    swapped = images.select([1, 0])
+    assert swapped.latents.values.flatten().tolist() == [2, 3, 4, 0, 1] and swapped.sizes == [((3, 1),), ((1, 2),)]
+    assert swapped.features.offsets.tolist() == [0, 2, 4] and swapped.identities() == [("b",), ("a",)]

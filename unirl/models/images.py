@@ -92,6 +92,11 @@ def _check_header(uri: str, image: Image) -> None:
         )
 
 
+def with_marks(text: str, num_images: int) -> str:
+    """A prompt with a placeholder for each of its images. Raises ValueError if it has some, but not as many."""
+    return "".join(IMAGE_MARK if part is None else part for part in split_at_images(text, num_images))
+
+
 def split_at_images(text: str, num_images: int) -> list[str | None]:
     """A prompt as texts and images (None), in order. Raises ValueError if placeholders and images do not match."""
     if not num_images:

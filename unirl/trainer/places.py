@@ -173,7 +173,7 @@ def place_dedicated(places: Places, reward: RewardService) -> Roles:
 
     # The sender reaches an engine in its own process directly: beside it on a worker, or in the driver's process.
     colocated = rollout if engine is train else engine.role_here(named(places.policy, "rollout"))
-    *_, stage = stages.values()
+    stage = places.made(train, "canary", canary_stage, bundle=bundle)
     sender = places.made(train, "sender", WeightSender, weights=backend, stage=stage, engine_in_process=colocated)
     assert config.sync is not None, "preflight refuses a dedicated engine without a sync block"
     return Roles(
@@ -204,6 +204,11 @@ def stage_of_pipeline(track: str, pipeline: Pipeline) -> object:
 def stage_of_bundle(track: str, bundle: Bundle) -> object:
     """The policy of a track, without encoders and decoder."""
     return bundle.stage_of(track)
+
+
+def canary_stage(bundle: Bundle) -> object:
+    """The policy that reads the canary inputs of the engine's pipeline, whichever tracks are trained."""
+    return bundle.stage()
 
 
 def engine_bundle_node(config: RecipeConfig) -> Node:

@@ -11,7 +11,7 @@ from unirl.types.protocols import Capabilities
 class UnifiedModelTrainer(Trainer):
     """Trains one network on its images and, if the recipe has tracks of text, on the text that leads to each image."""
 
-    capabilities: ClassVar[Capabilities] = Capabilities(modalities=("text", "image"))
+    capabilities: ClassVar[Capabilities] = Capabilities(modalities=("image",))
 
     track = "image"
     num_tracks = "any"

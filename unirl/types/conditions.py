@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Self
 
@@ -61,6 +63,10 @@ class ScaleCondition(Batch):
     scale: Tensor = row(heavy=True)  # [B] fp32
 
 
+Block = tuple[int, int]
+"""The first token of a range within a prompt, and the token after its last one."""
+
+
 @dataclass(kw_only=True, eq=False)
 class PromptTokens(Batch):
     """Prompts as token ids, including chat template and image placeholders, packed without padding.
@@ -69,9 +75,11 @@ class PromptTokens(Batch):
     """
 
     tokens: Tensor = packed()  # [sum P] int64
-    positions: Tensor = packed()  # [sum P] int64, or [sum P, 3] (time, row, column) for models with image positions
+    positions: Tensor = packed()  # [sum P] int64, or [sum P, n] for models whose positions have n components
     next_position: Tensor = row()  # [B] int64
     offsets: Tensor = packed_offsets()  # [B + 1]
+    blocks: list[tuple[Block, ...]] | None = row(optional=True)
+    """[B] ranges of the tokens of a prompt that see each other, such as an image. None: attention is causal."""
 
     @property
     def lengths(self) -> Tensor:
@@ -90,14 +98,46 @@ PatchGrid = tuple[int, int, int]
 """Number of patches of an image along time, height and width."""
 
 
+class ImageInputs(Batch):
+    """The images in each prompt, as inputs of the trained network. They keep the order of the text."""
+
+    @abstractmethod
+    def identities(self) -> list[Hashable]:
+        """One value for each row. Rows with equal values have equal images."""
+
+
 @dataclass(kw_only=True, eq=False)
-class ImagePatches(Batch):
-    """The patches of the images in each prompt, as inputs of a vision encoder. Images keep the order of the text."""
+class ImagePatches(ImageInputs):
+    """The patches of the images in each prompt, as inputs of a vision encoder."""
 
     patches: Tensor = packed(heavy=True)  # [sum N, D]
     grids: list[tuple[PatchGrid, ...]] = row()  # one per image of the row; N = sum of their products
     digests: list[tuple[str, ...]] = row()  # one per image; equal patches have equal ones, so the host compares them
     offsets: Tensor = packed_offsets()  # [B + 1]
+
+    def identities(self) -> list[Hashable]:
+        return list(zip(self.grids, self.digests, strict=True))
+
+
+@dataclass(kw_only=True, eq=False)
+class PackedVectors(Batch):
+    """Vectors of rows that have different numbers of them."""
+
+    values: Tensor = packed(heavy=True)  # [sum N, D]
+    offsets: Tensor = packed_offsets()  # [B + 1]
+
+
+@dataclass(kw_only=True, eq=False)
+class EncodedImages(ImageInputs):
+    """The images in each prompt, each as latents of a VAE and as features of a vision encoder."""
+
+    latents: PackedVectors = row()  # [sum h w, C], row by row
+    features: PackedVectors = row()  # [sum M, D], M of each image
+    sizes: list[tuple[tuple[int, int], ...]] = row()  # (h, w) of the latents of each image
+    digests: list[tuple[str, ...]] = row()  # one per image; equal images have equal ones
+
+    def identities(self) -> list[Hashable]:
+        return list(self.digests)
 
 
 Conditions = dict[str, Batch]

@@ -270,7 +270,8 @@ class TokenLoss(PolicyGradient[TokenStage, TextSegment]):
         count = token_count(self.loss_agg_mode, tokens.rows, rows.weight)
         sums = {name: weighted_sum(term, shares) for name, term in terms.items()}
         metrics = {name: Metric(total.detach(), count, "mean") for name, total in sums.items()}
-        metrics[LOSS_RMS] = Metric.rms(sum(terms.values()).detach(), shares)
+        total_per_token = torch.stack(list(terms.values())).sum(0)
+        metrics[LOSS_RMS] = Metric.rms(total_per_token.detach(), shares)
         return torch.stack(list(sums.values())).sum(), metrics
 
 

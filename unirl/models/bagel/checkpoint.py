@@ -133,11 +133,11 @@ class BagelFamily(UnifiedFamily):
         return VAEWeights(root, lambda _: dtype, VAE_FILE, lambda name: own.get(name, name))
 
     def write(
-        self, folder: Path, network: nn.Module, vae: nn.Module, configs: ModelConfigs, source: Path | None
+        self, folder: Path, components: Mapping[str, nn.Module], configs: ModelConfigs, source: Path | None
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        write_weights(folder / NETWORK_FILE, network.state_dict(), source)
-        write_weights(folder / VAE_FILE, vae_tensors(vae))
+        write_weights(folder / NETWORK_FILE, components[NETWORK].state_dict(), source)
+        write_weights(folder / VAE_FILE, vae_tensors(components[VAE]))
         if source is not None:
             copy_files(source, folder, (VIT_CONFIG,))
         own = {name: value for name, value in configs.components[NETWORK].items() if name not in OWN_KEYS}

@@ -26,7 +26,7 @@ from unirl.models.unified.checkpoint import NETWORK
 from unirl.models.unified.pipeline import UnifiedPipeline, Written
 from unirl.sde.guidance import RenormGuidance, RenormType
 from unirl.sde.schedule import SigmaSchedule
-from unirl.types.conditions import PromptTokens
+from unirl.types.conditions import Conditions, PromptTokens
 from unirl.types.device import CPU
 from unirl.types.facts import LanguageFacts
 from unirl.types.protocols import DtypeName, VaeDtype
@@ -167,7 +167,9 @@ class BagelBundle(KLBundle, UnifiedBundle):
             if name.startswith("latent_pos_embed.") or (freeze_understanding and is_text):
                 parameter.requires_grad_(False)
 
-    def image_inputs(self, x: Tensor, times: Tensor, prompts: PromptTokens) -> ImageInputs:
+    def image_inputs(self, x: Tensor, times: Tensor, conditions: Conditions) -> ImageInputs:
+        prompts = conditions["text"]
+        assert isinstance(prompts, PromptTokens)
         return image_inputs(x, times, prompts, self.marks, self.facts.patch_size, self.facts.batch_multiple)
 
     def text_encoder(self) -> BagelTokenizer:

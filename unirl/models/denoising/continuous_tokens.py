@@ -202,9 +202,8 @@ class TokenReader:
         num_text = len(self.prompts.tokens)
         padding = _padding(num_text, self.denoiser.facts.batch_multiple)
         order = to_device(torch.cat([torch.arange(num_text), torch.zeros(padding, dtype=torch.int64)]), self.device)
-        attention_fn = PrefillAttention(
-            self.cache, [*self.lengths, padding], order[:num_text], to_device(torch.cat(places), self.device)
-        )
+        rows = PackedAttention([*self.lengths, padding], self.device)
+        attention_fn = PrefillAttention(self.cache, rows, order[:num_text], to_device(torch.cat(places), self.device))
         positions = torch.cat([self.prompts.positions, self.prompts.positions.new_zeros(padding)])
         no_image = torch.zeros(0, self.token_width, device=self.device)
         outputs = to_device(ends - 1, self.device)[:, None]

@@ -114,8 +114,11 @@ class LatentPipeline(ABC, Generic[LatentBundleT]):
     def generate(self, req: RolloutReq, chunk_size: int) -> RolloutResp:
         """Sample all rows of a request with pinned sampling settings, about `chunk_size` rows per forward."""
         _, params = req.only_track(DiffusionSamplingParams)
-        conditions = self.encode(req.prompts(), params, self._condition_images(req, params))
-        return self.generate_from(req, params, conditions, chunk_size)
+        return self.generate_from(req, params, self.conditions_of(req, params), chunk_size)
+
+    def conditions_of(self, req: RolloutReq, params: DiffusionSamplingParams) -> Conditions:
+        """The conditions of each row of a request."""
+        return self.encode(req.prompts(), params, self._condition_images(req, params))
 
     def generate_from(
         self, req: RolloutReq, params: DiffusionSamplingParams, conditions: Conditions, chunk_size: int
@@ -139,7 +142,7 @@ class LatentPipeline(ABC, Generic[LatentBundleT]):
     def record(self, req: RolloutReq, images: Images) -> RolloutResp:
         """The response for recorded images, one per row of the request: their latents, without a trajectory."""
         _, params = req.only_track(DiffusionSamplingParams)
-        conditions = self.encode(req.prompts(), params, self._condition_images(req, params))
+        conditions = self.conditions_of(req, params)
         noise = NoiseSource(params.seed, req.purpose, req.step)
         segment = self.stage.record(self.latents_of(images), params, noise)
         return response_of(req, self.replayed(conditions, segment.final), segment, images)

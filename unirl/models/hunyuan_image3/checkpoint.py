@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from unirl.config.errors import NotFoundError
 from unirl.models.hunyuan_image3.network import MoE
@@ -26,12 +26,18 @@ from unirl.models.loading.saved_weights import LANGUAGE_WEIGHTS, SafetensorsWeig
 from unirl.models.unified.checkpoint import NETWORK, UnifiedFamily, write_weights
 
 GENERATION_CONFIG = "generation_config.json"
-VAE_PREFIX = "vae."
 EXAMPLE = "a folder with the files of tencent/HunyuanImage-3.0 or -Instruct"
 SETTINGS = ("sequence_template", "drop_think")
 """Keys of the generation configuration that decide what the network reads."""
 DISTILLED = ("cfg_distilled", "use_meanflow")
 """Keys of the distilled checkpoint, whose network has further inputs."""
+DEFAULTS: Config = {"patch_size": 1, "patch_embed_hidden_dim": 1024, "image_base_size": 1024}
+"""Values of the published configuration class for keys that the published files leave out."""
+FIRST_VERSION = "HunyuanImage-3.0"
+"""The value of `model_version` of the first checkpoint, which has fewer tokens for ratios than later ones."""
+VISION = "vision_model"
+PREFIXES = {NETWORK: "", VAE: "vae.", VISION: "vision_model."}
+"""Prefix of the tensors of a component in the files."""
 
 
 class HunyuanImage3Family(UnifiedFamily):
@@ -43,14 +49,14 @@ class HunyuanImage3Family(UnifiedFamily):
 
     def read(self, root: Path) -> ModelConfigs:
         """The configurations in a folder. Raises NotFoundError (4001) for a model that this family cannot run."""
-        config = read_json(root / CONFIG)
-        if not {"vae", "patch_embed_hidden_dim", "moe_topk"} <= set(config):
+        config = {**DEFAULTS, **read_json(root / CONFIG)}
+        if not {"vae", "moe_topk"} <= set(config):
             raise NotFoundError(
                 f"{root}: its {CONFIG} has model_type={config.get('model_type')!r} and no image layers of "
                 f"HunyuanImage-3. Give {EXAMPLE}"
             )
         wrong = [f"{key}=true" for key in DISTILLED if config.get(key)]
-        if config.get("patch_size", 1) != 1:
+        if config["patch_size"] != 1:
             wrong.append(f"patch_size={config['patch_size']}")
         if wrong:
             raise NotFoundError(f"{root}: its {CONFIG} has {', '.join(wrong)}, which is not available. Give {EXAMPLE}")
@@ -71,7 +77,7 @@ class HunyuanImage3Family(UnifiedFamily):
         configs = self.configs(path, revision)
         with torch.device("meta"):
             network = self.build(configs, NETWORK)
-        idle, unused = 0, ["lm_head"]
+        idle, unused = 0, ["lm_head", "vision_aligner."]
         for name, part in network.named_modules():
             if isinstance(part, MoE):
                 left = range(part.gate.top_k, len(part.experts))
@@ -95,13 +101,16 @@ class HunyuanImage3Family(UnifiedFamily):
         super().check(root, component, module, known)
 
     def write(
-        self, folder: Path, network: nn.Module, vae: nn.Module, configs: ModelConfigs, source: Path | None
+        self, folder: Path, components: Mapping[str, nn.Module], configs: ModelConfigs, source: Path | None
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        of_vae = {f"{VAE_PREFIX}{name}": tensor for name, tensor in vae.state_dict().items()}
-        write_weights(folder / LANGUAGE_WEIGHTS, {**network.state_dict(), **of_vae}, source)
+        tensors: dict[str, Tensor] = {}
+        for component, module in components.items():
+            tensors |= {f"{PREFIXES[component]}{name}": tensor for name, tensor in module.state_dict().items()}
+        write_weights(folder / LANGUAGE_WEIGHTS, tensors, source)
         if source is None:
-            _write_json(folder / CONFIG, {**configs.components[NETWORK], "vae": configs.components[VAE]})
+            own = {key: configs.components[part] for key, part in (("vae", VAE), ("vit", VISION)) if part in configs}
+            _write_json(folder / CONFIG, {**configs.components[NETWORK], **own})
             shift = {"flow_shift": configs.scheduler["shift"]}
             _write_json(folder / GENERATION_CONFIG, {**configs.settings, **shift})
         else:
@@ -110,7 +119,7 @@ class HunyuanImage3Family(UnifiedFamily):
 
 def name_in(component: str, name: str) -> str:
     """The name of a tensor of the files in a component. Those of other components keep names that it does not have."""
-    return name.removeprefix(VAE_PREFIX) if component == VAE else name
+    return name.removeprefix(PREFIXES[component])
 
 
 def _write_json(path: Path, content: Mapping[str, Any] | Config) -> None:

@@ -1,7 +1,7 @@
 """HunyuanImage-3: text to image, and the texts that lead to it, with one mixture of experts (arXiv:2509.23951).
 
 The track `image` is a denoising policy whose prompt the network embeds itself. Every other track is a policy over
-tokens of the same network. Prompts with images are not available.
+tokens of the same network. Prompts have no images; `unirl.models.hunyuan_image3_vision` reads them.
 """
 
 from __future__ import annotations
@@ -13,13 +13,20 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from unirl.models.hunyuan_image3.checkpoint import HunyuanImage3Family
+from unirl.models.hunyuan_image3.checkpoint import FIRST_VERSION, HunyuanImage3Family
 from unirl.models.hunyuan_image3.packing import PrefixedImages, image_inputs
-from unirl.models.hunyuan_image3.prompts import END_OF_ANSWER, TEMPLATE_TOKENS, TEXT_TRACKS, PromptFormat, end_of
+from unirl.models.hunyuan_image3.prompts import (
+    END_OF_ANSWER,
+    TEMPLATE_TOKENS,
+    TEXT_TRACKS,
+    PromptFormat,
+    end_of,
+    sizes_of,
+)
 from unirl.models.hunyuan_image3.vae import ImageVAE
 from unirl.models.language.bundle import decoder_sizes
 from unirl.models.language.chat import TextCodec
-from unirl.models.language.packing import prompt_tokens
+from unirl.models.language.packing import images_of, prompt_tokens
 from unirl.models.loading.checkpoint import VAE, ModelConfigs, family_files
 from unirl.models.loading.toy_tokenizers import hunyuan_image_tokenizer
 from unirl.models.unified.bundle import UnifiedBundle, UnifiedFacts
@@ -27,10 +34,10 @@ from unirl.models.unified.checkpoint import NETWORK
 from unirl.models.unified.pipeline import UnifiedPipeline, Written
 from unirl.sde.guidance import Guidance
 from unirl.sde.schedule import SigmaSchedule
-from unirl.types.conditions import PromptTokens
+from unirl.types.conditions import Conditions, PromptTokens
 from unirl.types.device import CPU
 from unirl.types.facts import LanguageFacts
-from unirl.types.protocols import DtypeName, VaeDtype
+from unirl.types.protocols import Capabilities, DtypeName, VaeDtype
 from unirl.types.sampling import DiffusionSamplingParams
 
 BLOCKS = ("HunyuanImage3DecoderLayer",)
@@ -81,9 +88,11 @@ HUNYUAN_IMAGE3 = HunyuanImage3Family(
 
 
 class HunyuanImage3Bundle(UnifiedBundle):
-    """The network, and the VAE. The encoder that reads images is not loaded."""
+    """The network, and the VAE, for prompts without images. The encoder that reads images is not loaded."""
 
     family: ClassVar[HunyuanImage3Family] = HUNYUAN_IMAGE3
+    reads_images: ClassVar[bool] = False
+    """Prompts have images."""
 
     def __init__(
         self,
@@ -112,11 +121,14 @@ class HunyuanImage3Bundle(UnifiedBundle):
         )
         self.codec = self._codec([*map(end_of, TEXT_TRACKS), END_OF_ANSWER])
         network = self.configs.components[NETWORK]
+        sizes = sizes_of(network["image_base_size"], network.get("model_version") != FIRST_VERSION)
         self.format = PromptFormat(
             codec=self.codec,
             base_size=network["image_base_size"],
+            sizes=tuple(sizes),
             has_roles=self.configs.settings.get("sequence_template") == "instruct",
             drops_think=bool(self.configs.settings.get("drop_think")),
+            reads_images=self.reads_images,
         )
 
     def codec_of(self, track: str) -> TextCodec:
@@ -126,8 +138,10 @@ class HunyuanImage3Bundle(UnifiedBundle):
     def _codec(self, ends: Sequence[str]) -> TextCodec:
         return TextCodec(self.tokenizer, [*map(self.token, ends), self.tokenizer.eos_token_id])
 
-    def image_inputs(self, x: Tensor, times: Tensor, prompts: PromptTokens) -> PrefixedImages:
-        return image_inputs(x, times, prompts, self.format.header(*x.shape[-2:]), self.facts.batch_multiple)
+    def image_inputs(self, x: Tensor, times: Tensor, conditions: Conditions) -> PrefixedImages:
+        prompts, header = conditions["text"], self.format.header(*x.shape[-2:])
+        assert isinstance(prompts, PromptTokens)
+        return image_inputs(x, times, prompts, header, self.facts.batch_multiple, images_of(conditions))
 
     def text_encoder(self) -> PromptFormat:
         return self.format
@@ -142,6 +156,7 @@ class HunyuanImage3Bundle(UnifiedBundle):
 class HunyuanImage3Pipeline(UnifiedPipeline[HunyuanImage3Bundle]):
     """Text to image with HunyuanImage-3, with or without texts before it, and export in the published layout."""
 
+    capabilities: ClassVar[Capabilities] = Capabilities(modalities=("image", "text"))
     text_tracks: ClassVar[tuple[str, ...]] = TEXT_TRACKS
 
     def __init__(
@@ -167,12 +182,12 @@ class HunyuanImage3Pipeline(UnifiedPipeline[HunyuanImage3Bundle]):
         )
 
     def writing_prompt(self, track: str, prompt: str, written: Written) -> list[int]:
-        return self.bundle.format.writing(track, self.bundle.codec.encode(prompt), written)
+        return self.bundle.format.writing(track, self.bundle.format.user(prompt), written)
 
     def drawing_prompt(self, prompt: str, written: Written, *, conditional: bool = True) -> list[int]:
-        return self.bundle.format.drawing(self.bundle.codec.encode(prompt), written, conditional)
+        return self.bundle.format.drawing(self.bundle.format.user(prompt), written, conditional)
 
     def unconditional_prompts(self, texts: Sequence[str], params: DiffusionSamplingParams) -> PromptTokens:
         format = self.bundle.format
-        prompts = [format.cut(text, params.max_sequence_length) for text in texts]
+        prompts = [format.user(text, params.max_sequence_length) for text in texts]
         return prompt_tokens([format.drawing(prompt, {}, conditional=False) for prompt in prompts])

@@ -24,6 +24,7 @@ from unirl.models.hunyuan_image3.packing import PrefixedImages
 from unirl.models.language.attention import AttentionFn
 from unirl.models.language.policy import Outputs, TokenInputs
 from unirl.models.unified.layers import Rotations, TimestepEmbedding, rotated, rotations
+from unirl.types.conditions import ImageInputs
 
 Config = Mapping[str, Any]
 ValueT = TypeVar("ValueT")
@@ -247,7 +248,11 @@ class VelocityLayer(nn.Module):
 class HunyuanImage3Network(nn.Module):
     """Text tokens to outputs of the language model, or prompts and noisy latents to velocities."""
 
-    _keys_to_ignore_on_load_unexpected: ClassVar = (r"^vae\.", r"^vision_model\.", r"^vision_aligner\.")
+    _keys_to_ignore_on_load_unexpected: ClassVar[tuple[str, ...]] = (
+        r"^vae\.",
+        r"^vision_model\.",
+        r"^vision_aligner\.",
+    )
     """Tensors of the checkpoint that belong to the VAE and to the encoder that reads images."""
 
     def __init__(self, config: Config) -> None:
@@ -266,11 +271,17 @@ class HunyuanImage3Network(nn.Module):
 
     def forward(self, inputs: TokenInputs | PrefixedImages) -> Outputs:
         """The outputs that `inputs.output_fn` computes of a text, or the output `velocity` [B, C, H, W] of images."""
-        embeds = self.model.wte(inputs.tokens)
+        embeds = self.embeds(inputs.tokens, inputs.images)
         if isinstance(inputs, PrefixedImages):
             return {"velocity": self.velocity(embeds, inputs)}
         states = self.model(embeds, inputs.positions, inputs.attention_fn)
         return inputs.output_fn(self.lm_head, self.model.ln_f(states))
+
+    def embeds(self, tokens: Tensor, images: ImageInputs | None) -> Tensor:
+        """Embeddings [N, D] of tokens [N]. A network without a vision tower reads no images."""
+        assert images is None
+        embeds: Tensor = self.model.wte(tokens)
+        return embeds
 
     def velocity(self, prefixes: Tensor, inputs: PrefixedImages) -> Tensor:
         """v = eps - x0 [B, C, H, W] at the latents of `inputs`, given the embeddings [N, D] of the prefixes."""

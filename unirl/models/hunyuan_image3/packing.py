@@ -3,9 +3,10 @@
     prefix of a row   prompt, <boi>, size, ratio, <timestep>   positions 0, 1, ..., P - 1 (row = column)
     image of a row    L latent tokens                          rows and columns of a grid around P + L / 2
 
-A token of a prefix sees the earlier tokens of its row, and itself. A token of an image sees the prefix of its row and
-the whole image. The prefixes come first, end to end and padded, and then the images. The tokens after an image are left
-out, since no token of the image sees them. Nothing is kept between the forwards of a trajectory.
+A token of a prefix sees the earlier tokens of its row, itself, and the whole of its block, which is an image in the
+prompt. A token of an image sees the prefix of its row and the whole image. The prefixes come first, end to end and
+padded, and then the images. The tokens after an image are left out, since no token of the image sees them. Nothing is
+kept between the forwards of a trajectory.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from unirl.models.chunks import round_up
 from unirl.models.language.attention import AttentionFn, AttentionLayer, PackedAttention
 from unirl.models.unified.attention import ImageAttention
-from unirl.types.conditions import PromptTokens
+from unirl.types.conditions import Block, ImageInputs, PromptTokens
 from unirl.types.device import CPU, to_device
 
 HEADER = 4
@@ -36,33 +37,44 @@ class PrefixedImages:
     timestep_index: Tensor  # [B] the place of each <timestep> among the tokens
     positions: Tensor  # [N + B L, 2] int64, row and column
     attention_fn: AttentionFn
+    images: ImageInputs | None = None
+    """The images in the prompts."""
 
 
 def image_inputs(
-    latents: Tensor, timesteps: Tensor, prompts: PromptTokens, header: Sequence[int], multiple: int
+    latents: Tensor,
+    timesteps: Tensor,
+    prompts: PromptTokens,
+    header: Sequence[int],
+    multiple: int,
+    images: ImageInputs | None = None,
 ) -> PrefixedImages:
     """The input for noisy latents [B, C, H, W] at timesteps [B]. Each latent of the image is a token.
 
     Args:
         header: the tokens <boi>, size, ratio and <timestep>.
         multiple: the tokens of the prefixes are padded to a multiple of this.
+        images: the images in the prompts.
     """
     device, (rows, columns) = latents.device, latents.shape[-2:]
-    lengths = [length + HEADER for length in prompts.lengths.tolist()]
+    own_lengths = prompts.lengths.tolist()
+    lengths = [length + HEADER for length in own_lengths]
     marks = to_device(torch.tensor(list(header)), device)
-    tokens = [part for row in prompts.tokens.split(prompts.lengths.tolist()) for part in (row, marks)]
+    tokens = [part for row in prompts.tokens.split(own_lengths) for part in (row, marks)]
     padding = round_up(sum(lengths), multiple) - sum(lengths)
-    places = [torch.arange(length) for length in [*lengths, padding]]
-    prefixes = torch.cat(places)[:, None].expand(-1, 2)
-    images = torch.cat([image_positions(length, rows, columns) for length in lengths])
+    places = prompts.positions if prompts.positions.dim() == 2 else prompts.positions[:, None].expand(-1, 2)
+    after = to_device(torch.arange(HEADER), device)[:, None] + prompts.next_position.to(device)[:, None, None]
+    prefixes = [part for pair in zip(places.split(own_lengths), after.expand(-1, -1, 2), strict=True) for part in pair]
+    grids = [image_positions(length, rows, columns) for length in lengths]
     ends = torch.tensor(lengths).cumsum(0) - 1
     return PrefixedImages(
         latents=latents,
         timesteps=timesteps,
         tokens=torch.cat([*tokens, marks.new_zeros(padding)]),
         timestep_index=to_device(ends, device),
-        positions=to_device(torch.cat([prefixes, images]), device),
-        attention_fn=PrefixedAttention(lengths, padding, rows * columns, device),
+        positions=torch.cat([*prefixes, places.new_zeros(padding, 2), to_device(torch.cat(grids), device)]),
+        attention_fn=PrefixedAttention(lengths, padding, rows * columns, device, prompts.blocks),
+        images=images,
     )
 
 
@@ -80,14 +92,22 @@ def image_positions(start: int, rows: int, columns: int) -> Tensor:
 class PrefixedAttention:
     """The attention of one forward, over the prefixes and then the images."""
 
-    def __init__(self, lengths: Sequence[int], padding: int, num_latents: int, device: torch.device = CPU) -> None:
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        padding: int,
+        num_latents: int,
+        device: torch.device = CPU,
+        blocks: Sequence[Sequence[Block]] | None = None,
+    ) -> None:
         """
         Args:
             lengths: tokens of the prefix of each row.
+            blocks: the ranges of each prefix whose tokens see each other.
         """
         self.batch = len(lengths)
         self.sizes = [sum(lengths) + padding, num_latents * self.batch]
-        self.prefixes = PackedAttention([*lengths, padding], device)
+        self.prefixes = PackedAttention([*lengths, padding], device, blocks and [*blocks, ()])
         self.images = ImageAttention(lengths, num_latents, device)
 
     def __call__(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

@@ -4,7 +4,8 @@
     pretrain   <bos> system prompt <think>...</think><recaption>...</recaption> image
 
 Each comma is two line breaks, and each part is tokenized by itself. In the unconditional pass of guidance, every token
-of the prompt and of the texts between the marks is <cfg>, so that both passes have the same length.
+of the prompt and of the texts between the marks is <cfg>, so that both passes have the same length. Images in the
+prompt stay.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from unirl.models.hunyuan_image3.packing import HEADER
+from unirl.models.images import IMAGE_MARK
 from unirl.models.language.chat import TextCodec
 from unirl.models.language.packing import prompt_tokens
 from unirl.models.unified.pipeline import Written
 from unirl.types.conditions import PromptTokens
 
+IMAGE = -1
+"""Stands for a whole image among the tokens of a prompt."""
 SEPARATOR = "\n\n"
 ANSWER, END_OF_ANSWER = "<answer>", "</answer>"
 TEXT_TRACKS = ("think", "recaption")
@@ -30,13 +34,30 @@ def end_of(track: str) -> str:
     return f"</{track}>" if track in TEXT_TRACKS else END_OF_ANSWER
 
 
-def ratios(base: int) -> list[float]:
-    """The 33 ratios of height to width that have a token, from wide to high, for images of about base x base pixels."""
+Size = tuple[int, int]
+"""Height and width in pixels."""
+FURTHER_SIZES: tuple[Size, ...] = ((1024, 768), (1280, 720), (768, 1024), (720, 1280))
+"""Sizes with common ratios, whose tokens the checkpoints after the first one have as well."""
+
+
+def sizes_of(base: int, has_further_sizes: bool) -> list[Size]:
+    """The sizes whose ratio has a token, in the order of the tokens: 33 of about base x base pixels, from wide to high.
+
+    Args:
+        has_further_sizes: those of FURTHER_SIZES follow, if their ratio is a new one.
+    """
     step = base // 16
     shorter = [max(base - i * step, base // 2) for i in range(17)]
     longer = [base + i * step for i in range(17)]
-    wide = [short / long for short, long in zip(shorter, longer, strict=True)]
-    return [*wide[::-1], *(1 / ratio for ratio in wide[1:])]
+    wide = list(zip(shorter, longer, strict=True))
+    sizes = [*wide[::-1], *((width, height) for height, width in wide[1:])]
+    ratios = {height / width for height, width in sizes}
+    return sizes + [size for size in FURTHER_SIZES if has_further_sizes and size[0] / size[1] not in ratios]
+
+
+def nearest_ratio(sizes: Sequence[Size], ratio: float) -> int:
+    """The number of the size whose height divided by width is nearest to `ratio`."""
+    return min(range(len(sizes)), key=lambda i: abs(sizes[i][0] / sizes[i][1] - ratio))
 
 
 @dataclass(frozen=True)
@@ -46,24 +67,38 @@ class PromptFormat:
     codec: TextCodec
     base_size: int
     """Pixels along each side of a square image."""
+    sizes: tuple[Size, ...]
+    """See `sizes_of`."""
     has_roles: bool
     """True for the template `instruct`, False for `pretrain`."""
     drops_think: bool = False
     """The image does not read the text of the track `think`."""
+    reads_images: bool = False
+    """Prompts have images, each at the place of an IMAGE_MARK."""
     system: str | None = None
     components: tuple[str, ...] = ()
 
     def encode(self, texts: Sequence[str], max_sequence_length: int) -> PromptTokens:
         """The sequence before an image for each text. Further tokens of a text than the length are cut off."""
-        return prompt_tokens([self.drawing(self.cut(text, max_sequence_length), {}) for text in texts])
+        return prompt_tokens([self.drawing(self.user(text, max_sequence_length), {}) for text in texts])
 
     def cuts(self, texts: Sequence[str], max_sequence_length: int) -> list[bool]:
         """True for each text of which tokens are cut off."""
-        return [len(self.codec.encode(text)) > max_sequence_length for text in texts]
+        return [self.user(text) != self.user(text, max_sequence_length) for text in texts]
 
-    def cut(self, text: str, max_sequence_length: int) -> list[int]:
-        """The first tokens of a text."""
-        return self.codec.encode(text)[:max_sequence_length]
+    def user(self, text: str, max_sequence_length: int | None = None) -> list[int]:
+        """The tokens of a prompt, with IMAGE for each image. Each part between images is tokenized by itself.
+
+        Args:
+            max_sequence_length: further tokens of the text are cut off. No image is.
+        """
+        tokens: list[int] = []
+        left = max_sequence_length
+        for number, part in enumerate(text.split(IMAGE_MARK) if self.reads_images else [text]):
+            own = self.codec.encode(part)[:left]
+            left = None if left is None else left - len(own)
+            tokens += [*[IMAGE][:number], *own]
+        return tokens
 
     def writing(self, track: str, prompt: list[int], written: Written) -> list[int]:
         """The sequence before the text of a track."""
@@ -81,9 +116,11 @@ class PromptFormat:
 
     def header(self, rows: int, columns: int) -> list[int]:
         """The tokens between a prompt and an image of this ratio: <boi>, size, ratio, <timestep>."""
-        all_ratios = ratios(self.base_size)
-        nearest = min(range(len(all_ratios)), key=lambda i: abs(all_ratios[i] - rows / columns))
-        marks = ("<boi>", f"<img_size_{self.base_size}>", f"<img_ratio_{nearest}>", "<timestep>")
+        return self.header_of(nearest_ratio(self.sizes, rows / columns))
+
+    def header_of(self, number: int) -> list[int]:
+        """The same for the ratio of this number."""
+        marks = ("<boi>", f"<img_size_{self.base_size}>", f"<img_ratio_{number}>", "<timestep>")
         return [self.token(mark) for mark in marks]
 
     def token(self, mark: str) -> int:
@@ -109,7 +146,8 @@ class PromptFormat:
         return [token for token in text if token not in self.codec.ends]
 
     def _erased(self, tokens: list[int]) -> list[int]:
-        return [self.token("<cfg>")] * len(tokens)
+        """<cfg> in place of every token. Images stay."""
+        return [token if token == IMAGE else self.token("<cfg>") for token in tokens]
 
     def _role(self, text: str) -> list[int]:
         return self.codec.encode(text) if self.has_roles else []

@@ -1,6 +1,7 @@
 """Attention among the tokens of one forward: an object per forward, passed to every layer in place of a mask.
 
-    PackedAttention     [a0 a1 a2 | b0 b1 | c0 ...]    rows end to end; each row is causal and sees no other row
+    PackedAttention     [a0 a1 a2 | b0 b1 | c0 ...]    rows end to end; each row is causal and sees no other row, and
+                                                       the tokens of an image see each other
     PrefillAttention    the same, and writes the rows' keys and values into a cache
     DecodeAttention     [a3 | b2 | c7]                 one token per slot; each sees the cached tokens of its slot
 
@@ -21,6 +22,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from unirl.models.chunks import round_up
 from unirl.types.batch import bounds_of
+from unirl.types.conditions import Block
 from unirl.types.device import CPU, capability, to_device
 from unirl.types.rows import rows_by_key
 
@@ -47,36 +49,58 @@ class AttentionFn(Protocol):
 
 
 class PackedAttention:
-    """Rows end to end: a token sees the earlier tokens of its own row, and itself.
+    """Rows end to end: a token sees the earlier tokens of its own row, itself, and the other tokens of its block.
 
     Rows of similar length are computed side by side, padded at their ends. No real token sees the padding.
     """
 
-    def __init__(self, lengths: Sequence[int], device: torch.device = CPU) -> None:
+    def __init__(
+        self, lengths: Sequence[int], device: torch.device = CPU, blocks: Sequence[Sequence[Block]] | None = None
+    ) -> None:
+        """
+        Args:
+            blocks: for each row, the ranges of its tokens that see each other. None if there are none.
+        """
         # Everything is computed here, before the layers run, because their compiled forms only read it.
+        ranges = [own for own, length in zip(blocks or [()] * len(lengths), lengths, strict=True) if length]
         lengths = [length for length in lengths if length]
         self.longest = max(lengths)
         self.bounds = to_device(bounds_of(lengths).int(), device)
-        self.token_index: list[Tensor] = []  # [B, W] per group of rows: the packed token at each place
+        self.is_causal = not any(ranges)
+        self.groups: list[tuple[Tensor, Tensor | None]] = []
+        """For each group of rows, the packed token at each place [B, W], and which places each one sees [B, 1, W, W].
+        The latter is None for rows without blocks."""
         starts, place_of_token, num_places = bounds_of(lengths), torch.empty(sum(lengths), dtype=torch.int64), 0
-        for width, rows in rows_by_key(round_up(length, ROW_PAD_MULTIPLE) for length in lengths).items():
+        keys = ((round_up(n, ROW_PAD_MULTIPLE), bool(own)) for n, own in zip(lengths, ranges, strict=True))
+        for (width, has_blocks), rows in rows_by_key(keys).items():
             last = starts[1:][rows, None] - 1
             tokens = starts[rows, None] + torch.arange(width)
             is_real = tokens <= last
             place_of_token[tokens[is_real]] = num_places + is_real.flatten().nonzero()[:, 0]
             num_places += is_real.numel()
-            self.token_index.append(to_device(torch.minimum(tokens, last), device))
+            mask = to_device(mask_of_blocks(width, [ranges[row] for row in rows]), device) if has_blocks else None
+            self.groups.append((to_device(torch.minimum(tokens, last), device), mask))
         self.place_of_token = to_device(place_of_token, device)  # [N] in the groups laid end to end
 
     def __call__(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        if has_varlen(query):
+        if self.is_causal and has_varlen(query):
             return varlen_attention(query, key, value, self.bounds, self.longest, scale)
         outputs = []
-        for index in self.token_index:
+        for index, mask in self.groups:
             rows = (t.index_select(0, index.flatten()).unflatten(0, index.shape) for t in (query, key, value))
             q, k, v = (row.transpose(1, 2) for row in rows)
-            outputs.append(softmax_attention(q, k, v, scale, is_causal=True).transpose(1, 2).flatten(0, 1))
+            attended = softmax_attention(q, k, v, scale, mask, is_causal=mask is None)
+            outputs.append(attended.transpose(1, 2).flatten(0, 1))
         return torch.cat(outputs).index_select(0, self.place_of_token)
+
+
+def mask_of_blocks(width: int, blocks: Sequence[Sequence[Block]]) -> Tensor:
+    """[B, 1, W, W] True where the token of a line sees the token of a column, for rows with these blocks."""
+    mask = torch.ones(width, width, dtype=torch.bool).tril().repeat(len(blocks), 1, 1)
+    for row, ranges in zip(mask, blocks, strict=True):
+        for start, stop in ranges:
+            row[start:stop, start:stop] = True
+    return mask[:, None]
 
 
 # --- decoding with a cache -------------------------------------------------------------------------------------------
@@ -139,10 +163,10 @@ class PrefillAttention:
     """Attention among packed prompts, whose keys and values are written to `places` of the cache."""
 
     def __init__(
-        self, cache: KVCache, lengths: Sequence[int], sources: Tensor, places: Tensor, allocates: bool = True
+        self, cache: KVCache, rows: PackedAttention, sources: Tensor, places: Tensor, allocates: bool = True
     ) -> None:
         self.cache = cache
-        self.rows = PackedAttention(lengths, places.device)
+        self.rows = rows
         self.sources = sources  # [M] tokens of the forward
         self.places = places  # [M] places of slots laid end to end
         self.allocates = allocates

@@ -268,7 +268,7 @@ class Decoding:
         padded = packed.padded(self.multiple)
         copied, places = (to_device(torch.cat(index), self.device) for index in (sources, targets))
         is_first = self.state is None
-        attention_fn = PrefillAttention(self.cache, padded.lengths, copied, places, allocates=is_first)
+        attention_fn = PrefillAttention(self.cache, padded.attention(self.device), copied, places, allocates=is_first)
         last_tokens = last_tokens[padded_rows(len(last_tokens), self.multiple)]
         inputs = padded.inputs(attention_fn, NextTokenLogits(to_device(last_tokens, self.device)))
         # A compiled block cannot allocate its part of the cache.

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from unirl.models.chunks import round_up
-from unirl.models.language.attention import AttentionFn
+from unirl.models.language.attention import AttentionFn, PackedAttention
 from unirl.models.language.policy import OutputFn, TokenInputs
 from unirl.types.batch import bounds_of
-from unirl.types.conditions import Conditions, ImagePatches, PromptTokens
+from unirl.types.conditions import Block, Conditions, ImageInputs, PromptTokens
 from unirl.types.segments import TextSegment
 
 if TYPE_CHECKING:
@@ -25,9 +25,11 @@ class PackedTokens:
     """Rows end to end, and the images whose placeholders are among their tokens."""
 
     tokens: Tensor  # [N] int64
-    positions: Tensor  # [N] int64, or [N, 3]
+    positions: Tensor  # [N] int64, or [N, n]
     lengths: list[int]
-    images: ImagePatches | None
+    images: ImageInputs | None
+    blocks: Sequence[Sequence[Block]] | None = None
+    """For each row, the ranges of its tokens that see each other. None if there are none."""
 
     def padded(self, multiple: int) -> PackedTokens:
         """The same rows and one padding row, so that N is a multiple of `multiple`.
@@ -40,6 +42,7 @@ class PackedTokens:
             positions=torch.cat([self.positions, self.positions.new_zeros(num_padding, *self.positions.shape[1:])]),
             lengths=[*self.lengths, num_padding],
             images=self.images,
+            blocks=None if self.blocks is None else [*self.blocks, ()],
         )
 
     def followed_by(self, other: PackedTokens) -> PackedTokens:
@@ -51,6 +54,10 @@ class PackedTokens:
             lengths=[*self.lengths, *other.lengths],
             images=None,
         )
+
+    def attention(self, device: torch.device) -> PackedAttention:
+        """The attention among the tokens of each row."""
+        return PackedAttention(self.lengths, device, self.blocks)
 
     def inputs(self, attention_fn: AttentionFn, output_fn: OutputFn) -> TokenInputs:
         """The input of a forward over these rows."""
@@ -64,10 +71,10 @@ def prompts_of(conditions: Conditions) -> PromptTokens:
     return prompts
 
 
-def images_of(conditions: Conditions) -> ImagePatches | None:
+def images_of(conditions: Conditions) -> ImageInputs | None:
     """The images of the prompts. None if there are only texts."""
     images = conditions.get("images")
-    assert images is None or isinstance(images, ImagePatches)
+    assert images is None or isinstance(images, ImageInputs)
     return images
 
 
@@ -75,7 +82,7 @@ def first_row_with_same_prompt(conditions: Conditions) -> list[int]:
     """Per row, the first of the adjacent rows with the same prompt. The samples of a group are adjacent."""
     prompts, images = prompts_of(conditions), images_of(conditions)
     lengths = prompts.lengths.tolist()
-    keys: list[object] = lengths if images is None else list(zip(lengths, images.grids, images.digests, strict=True))
+    keys: list[object] = lengths if images is None else list(zip(lengths, images.identities(), strict=True))
     similar = [row for row in range(1, len(keys)) if keys[row] == keys[row - 1]]
     tokens = prompts.tokens.split(lengths)
     same = set()
@@ -92,7 +99,7 @@ def pack_prompts(conditions: Conditions, rows: Sequence[int]) -> PackedTokens:
     """The prompts of `rows`."""
     prompts, images = prompts_of(conditions).select(rows), images_of(conditions)
     selected = None if images is None else images.select(rows)
-    return PackedTokens(prompts.tokens, prompts.positions, prompts.lengths.tolist(), selected)
+    return PackedTokens(prompts.tokens, prompts.positions, prompts.lengths.tolist(), selected, prompts.blocks)
 
 
 def pack_responses(conditions: Conditions, segment: TextSegment) -> tuple[PackedTokens, Int[Tensor, "sum_L"]]:
@@ -119,13 +126,20 @@ def pack_responses(conditions: Conditions, segment: TextSegment) -> tuple[Packed
         tokens += [prompt, response[:-1]]
         positions += [places, expand_positions(next_position + offsets[:-1], places)]
         lengths.append(len(prompt) + len(response[:-1]))
-    return PackedTokens(torch.cat(tokens), torch.cat(positions), lengths, images_of(conditions)), torch.cat(previous)
+    packed = PackedTokens(torch.cat(tokens), torch.cat(positions), lengths, images_of(conditions), prompts.blocks)
+    return packed, torch.cat(previous)
 
 
 def prompt_tokens(
-    rows: Sequence[Sequence[int]], positions: Sequence[Int[Tensor, "_ ..."]] | None = None
+    rows: Sequence[Sequence[int]],
+    positions: Sequence[Int[Tensor, "_ ..."]] | None = None,
+    blocks: Sequence[tuple[Block, ...]] | None = None,
 ) -> PromptTokens:
-    """Prompts from the tokens of each row, with their positions [P] or [P, 3]. None counts 0, 1, 2, ..."""
+    """Prompts from the tokens of each row, with their positions [P] or [P, n]. None counts 0, 1, 2, ...
+
+    Args:
+        blocks: the ranges of each row whose tokens see each other.
+    """
     if positions is None:
         positions = [torch.arange(len(row)) for row in rows]
     return PromptTokens(
@@ -133,9 +147,10 @@ def prompt_tokens(
         positions=torch.cat(list(positions)),
         next_position=torch.stack([places.max() + 1 if len(places) else torch.tensor(0) for places in positions]),
         offsets=bounds_of([len(row) for row in rows]),
+        blocks=None if blocks is None else list(blocks),
     )
 
 
 def expand_positions(positions: Int[Tensor, "N"], others: Int[Tensor, "_ *components"]) -> Int[Tensor, "N *components"]:
-    """`positions` [N], or [N, 3] with equal components if `others` have three components."""
+    """`positions` [N], or [N, n] with equal components if `others` have n components."""
     return positions if others.dim() == 1 else positions[:, None].expand(-1, others.shape[1])

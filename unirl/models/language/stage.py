@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from unirl.models.base import CanaryOutput
 from unirl.models.chunks import padded_rows
-from unirl.models.language.attention import PackedAttention
 from unirl.models.language.chat import TextCodec
 from unirl.models.language.decoding import Decoding, Response, ResponseBuilder
 from unirl.models.language.packing import PackedTokens, pack_prompts, pack_responses
@@ -173,7 +172,7 @@ class ARStage:
             hidden=values is not None,
             multiple=multiple,
         )
-        outputs = self._forward(padded.inputs(PackedAttention(padded.lengths, self._device()), output_fn))
+        outputs = self._forward(padded.inputs(padded.attention(self._device()), output_fn))
         outputs = {name: tensor[: len(previous)] for name, tensor in outputs.items()}
         token_values = None
         if values is not None:
@@ -196,8 +195,8 @@ class ARStage:
         padded = packed.padded(self.facts.batch_multiple)
         last_tokens = (inputs.offsets[1:] - 1)[padded_rows(len(inputs), self.facts.batch_multiple)]
         with torch.compiler.set_stance("force_eager"):
-            attention_fn = PackedAttention(padded.lengths, self._device())
-            outputs = self._forward(padded.inputs(attention_fn, NextTokenLogits(last_tokens.to(self._device()))))
+            output_fn = NextTokenLogits(last_tokens.to(self._device()))
+            outputs = self._forward(padded.inputs(padded.attention(self._device()), output_fn))
         return CanaryOutput(values=outputs["logits"][: len(inputs)])
 
     def _forward(self, inputs: TokenInputs) -> Outputs:

@@ -76,22 +76,21 @@ class ModelConfigs:
         return component in self.components
 
 
-def read_entries(path: Path) -> dict[str, Config]:
+def read_entries(path: Path, base: Path | None = None) -> dict[str, Config]:
     """The entries of a configuration file (`published.json`, `toy.json`), by name.
 
     An entry with the key `extends` starts as a copy of the earlier entry that this key names; nested objects are
     merged and all other values are replaced.
+
+    Args:
+        base: a file whose entries may be extended as well.
     """
     entries: dict[str, Config] = {}
+    others = {} if base is None else read_entries(base)
     for name, entry in read_json(path).items():
-        base = entries[entry.pop(EXTENDS)] if EXTENDS in entry else {}
-        entries[name] = _merged(base, entry)
+        start = {**others, **entries}[entry.pop(EXTENDS)] if EXTENDS in entry else {}
+        entries[name] = _merged(start, entry)
     return entries
-
-
-def read_configs(path: Path) -> dict[str, ModelConfigs]:
-    """The models of a configuration file of a diffusers family, by name."""
-    return {name: ModelConfigs(**entry) for name, entry in read_entries(path).items()}
 
 
 class FamilyFiles(TypedDict):
@@ -101,10 +100,18 @@ class FamilyFiles(TypedDict):
     published: Mapping[str, ModelConfigs]
 
 
-def family_files(module: str) -> FamilyFiles:
-    """The models in the files beside a family's module (its `__file__`)."""
-    folder = Path(module).parent
-    return {"toys": read_configs(folder / "toy.json"), "published": read_configs(folder / "published.json")}
+def family_files(module: str, base: str | None = None) -> FamilyFiles:
+    """The models in the files beside a family's module (its `__file__`).
+
+    Args:
+        base: the module of a family whose models those of this one may extend.
+    """
+
+    def read(name: str) -> dict[str, ModelConfigs]:
+        entries = read_entries(Path(module).parent / name, None if base is None else Path(base).parent / name)
+        return {name: ModelConfigs(**entry) for name, entry in entries.items()}
+
+    return {"toys": read("toy.json"), "published": read("published.json")}
 
 
 def _merged(base: Config, changes: Config) -> Config:

@@ -26,6 +26,8 @@ HUNYUAN_MARKS = (
     *("<boi>", "<eoi>", "<img>", "<cfg>", "<timestep>", "<img_size_1024>"),
     *(f"<img_ratio_{i}>" for i in range(33)),
     *("<think>", "</think>", "<recaption>", "</recaption>", "<answer>", "</answer>"),
+    *(f"<img_ratio_{i}>" for i in range(33, 37)),
+    "<joint_img_sep>",
 )
 
 # Chat templates, in Jinja.
@@ -132,7 +134,7 @@ def janus_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def hunyuan_image_tokenizer() -> PreTrainedTokenizerBase:
-    """A tokenizer of HunyuanImage-3 with 304 tokens: one per byte and special token."""
+    """A tokenizer of HunyuanImage-3 with 309 tokens: one per byte and special token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -19,7 +19,7 @@ from unirl.models.language.stage import ARStage
 from unirl.models.loading.adapter_sources import AdapterLayers, read_peft
 from unirl.models.loading.saved_weights import SavedWeights
 from unirl.models.unified.checkpoint import NETWORK, UnifiedFamily
-from unirl.types.conditions import Conditions, PromptTokens
+from unirl.types.conditions import Conditions
 from unirl.types.facts import LatentFacts
 from unirl.types.sampling import DiffusionSamplingParams, Sampling, sampling_as
 
@@ -73,8 +73,8 @@ class UnifiedBundle(DiffusersBundle):
         return UnifiedDenoiser(self)
 
     @abstractmethod
-    def image_inputs(self, x: Tensor, times: Tensor, prompts: PromptTokens) -> object:
-        """The input of a forward for latents x [B, C, H, W] at timesteps `times` [B]."""
+    def image_inputs(self, x: Tensor, times: Tensor, conditions: Conditions) -> object:
+        """The input of a forward for latents x [B, C, H, W] at timesteps `times` [B], given the tokens `text`."""
 
     # Tokenizer
 
@@ -112,8 +112,6 @@ class UnifiedDenoiser:
 
     def velocity(self, x: Tensor, sigma: Tensor, conditions: Conditions) -> Tensor:
         """v [B, C, H, W] fp32 at x [B, C, H, W] fp32 and sigma [B], given the tokens `text`."""
-        prompts = conditions["text"]
-        assert isinstance(prompts, PromptTokens)
-        inputs = self.bundle.image_inputs(x, self.bundle.facts.timestep_scale * sigma, prompts)
+        inputs = self.bundle.image_inputs(x, self.bundle.facts.timestep_scale * sigma, conditions)
         v: Tensor = self.network(inputs)["velocity"]
         return v.float()

@@ -25,11 +25,12 @@ class UnifiedFamily(DiffusersFamily):
 
     @abstractmethod
     def write(
-        self, folder: Path, network: nn.Module, vae: nn.Module, configs: ModelConfigs, source: Path | None
+        self, folder: Path, components: Mapping[str, nn.Module], configs: ModelConfigs, source: Path | None
     ) -> None:
         """Write the configurations and the weights of a model in the published layout.
 
         Args:
+            components: all components of the model, by name.
             source: the folder that the model was loaded from, whose encoder of images is copied. None for a toy.
         """
 

@@ -21,11 +21,11 @@ from unirl.models.base import Stage, response_of
 from unirl.models.denoising.embeddings import ConditionImages
 from unirl.models.denoising.peft_pipeline import PeftPipeline
 from unirl.models.denoising.pipeline import DiffusionPipeline
-from unirl.models.language.packing import prompt_tokens
+from unirl.models.language.packing import prompt_tokens, prompts_of
 from unirl.models.language.pipeline import check_prompt_length
 from unirl.models.language.stage import ARStage
-from unirl.models.loading.checkpoint import VAE
 from unirl.models.unified.bundle import IMAGE, UnifiedBundle
+from unirl.models.unified.checkpoint import NETWORK
 from unirl.sde.guidance import NEGATIVE
 from unirl.sde.noise import NoiseSource
 from unirl.types.conditions import Conditions, PromptTokens
@@ -53,8 +53,16 @@ class UnifiedPipeline(DiffusionPipeline[BundleT], PeftPipeline[BundleT]):
 
     @cached_property
     def text_stages(self) -> dict[str, ARStage]:
-        """The policy of each text."""
-        return {track: self.bundle.text_stage(track) for track in self.text_tracks}
+        """The policies of texts that were asked for, by track."""
+        return {}
+
+    def text_stage(self, track: str) -> ARStage:
+        """The policy of a text: one of `text_tracks`, or an answer, which is a text by any other name."""
+        if track not in self.text_stages:
+            stage = self.bundle.stage_of(track)
+            assert isinstance(stage, ARStage), f"the policy of the text track {track!r} samples tokens"
+            self.text_stages[track] = stage
+        return self.text_stages[track]
 
     @abstractmethod
     def writing_prompt(self, track: str, prompt: str, written: Written) -> list[int]:
@@ -83,14 +91,24 @@ class UnifiedPipeline(DiffusionPipeline[BundleT], PeftPipeline[BundleT]):
     def write_model(self, tensors: Mapping[str, Tensor], folder: Path) -> Path:
         """Write the files of the published repository, with `tensors` in place of those of the trained network."""
         bundle = self.bundle
-        [vae] = bundle.require((VAE,), "be exported as a whole")
-        bundle.family.write(folder, bundle.with_tensors(tensors), vae, bundle.configs, bundle.root)
+        frozen = [name for name in bundle.configs.components if name != NETWORK]
+        parts = dict(zip(frozen, bundle.require(frozen, "be exported as a whole"), strict=True))
+        network = bundle.with_tensors(tensors)
+        bundle.family.write(folder, {NETWORK: network, **parts}, bundle.configs, bundle.root)
         bundle.tokenizer.save_pretrained(folder)
         return folder
 
     def stage_of(self, track: str) -> Stage:  # type: ignore[override]
         """The policy of a track: of images for `image`, and otherwise of that text."""
-        return self.stage if track == IMAGE else self.text_stages[track]
+        return self.stage if track == IMAGE else self.text_stage(track)
+
+    def prompts_of(self, req: RolloutReq) -> list[str]:
+        """The prompt of each row, as `writing_prompt` and `drawing_prompt` read it."""
+        return req.prompts()
+
+    def prompt_conditions(self, prompts: Mapping[str, Sequence[list[int]]], req: RolloutReq) -> Conditions:
+        """The conditions, by name, of the tokens that the model reads for each row of a request."""
+        return {name: prompt_tokens(rows) for name, rows in prompts.items()}
 
     def generate(self, req: RolloutReq, chunk_size: int) -> RolloutResp:
         """Sample the tracks of a request, the first of which has one row per row of the request."""
@@ -116,13 +134,14 @@ class UnifiedPipeline(DiffusionPipeline[BundleT], PeftPipeline[BundleT]):
     def _written(self, req: RolloutReq, written: Sequence[Written], slots: int) -> RolloutTrack:
         """A text for each row of a request."""
         name, params = req.only_track(ARSamplingParams)
-        rows = zip(req.prompts(), written, strict=True)
+        rows = zip(self.prompts_of(req), written, strict=True)
         prompts = [self.writing_prompt(name, prompt, each) for prompt, each in rows]
-        for tokens, id in zip(prompts, req.group_ids, strict=True):
-            check_prompt_length(len(tokens), id, params)
-        conditions: Conditions = {"prompt": prompt_tokens(prompts).to(self.bundle.device)}
+        conditions = self.prompt_conditions({"prompt": prompts}, req)
+        for count, id in zip(prompts_of(conditions).lengths.tolist(), req.group_ids, strict=True):
+            check_prompt_length(count, id, params)
+        conditions = {key: condition.to(self.bundle.device) for key, condition in conditions.items()}
         noise = NoiseSource(params.seed, req.purpose, req.step)
-        segment = self.text_stages[name].sample(conditions, params, noise, req.sample_ids, slots)
+        segment = self.text_stage(name).sample(conditions, params, noise, req.sample_ids, slots)
         rows_of_tokens = segment.tokens.cpu().split(segment.lengths.tolist())
         texts = [self.bundle.codec.decode(row.tolist()) for row in rows_of_tokens]
         return response_of(req, conditions, segment, Texts(texts=texts)).tracks[name]
@@ -130,16 +149,15 @@ class UnifiedPipeline(DiffusionPipeline[BundleT], PeftPipeline[BundleT]):
     def _drawn(self, req: RolloutReq, written: Sequence[Written], chunk_size: int) -> RolloutTrack:
         """An image for each row of a request, given the texts of its ancestors."""
         name, params = req.only_track(DiffusionSamplingParams)
-        rows = list(zip(req.prompts(), written, strict=True))
-        prompts = [self.drawing_prompt(prompt, each) for prompt, each in rows]
-        conditions: Conditions = {"text": prompt_tokens(prompts)}
+        rows = list(zip(self.prompts_of(req), written, strict=True))
+        prompts = {"text": [self.drawing_prompt(prompt, each) for prompt, each in rows]}
         if self.facts.guidance_of(params).active:
-            unconditional = [self.drawing_prompt(prompt, each, conditional=False) for prompt, each in rows]
-            conditions[NEGATIVE + "text"] = prompt_tokens(unconditional)
+            prompts[NEGATIVE + "text"] = [self.drawing_prompt(prompt, each, conditional=False) for prompt, each in rows]
+        conditions = self.prompt_conditions(prompts, req)
         conditions = {key: condition.to(self.bundle.device) for key, condition in conditions.items()}
         track = self.generate_from(req, params, conditions, chunk_size).tracks[name]
         texts = [self.bundle.codec.decode(list(each.values())[-1]) for each in written]
-        return track.replace(prompts=[text or prompt for text, (prompt, _) in zip(texts, rows, strict=True)])
+        return track.replace(prompts=[text or prompt for text, prompt in zip(texts, req.prompts(), strict=True)])
 
 
 def tokens_of(track: RolloutTrack) -> list[list[int]]:

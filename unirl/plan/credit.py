@@ -87,11 +87,15 @@ def _check_names(recipe: Recipe, scored: str) -> None:
 
 
 def modalities_of(track: str, config: RecipeConfig) -> tuple[str, ...]:
-    """The modalities of the samples of a track; () if the pipeline does not say."""
+    """The modalities of the samples of a track; () if the pipeline does not say.
+
+    A model of several modalities is trained for those of the trainer.
+    """
     pipeline = config.pipeline.schema.owner
     if isinstance(pipeline, WritesTexts) and track in pipeline.text_tracks:
         return ("text",)
-    return capabilities_of(config.pipeline).modalities
+    handled = capabilities_of(config.trainer).modalities
+    return tuple(each for each in capabilities_of(config.pipeline).modalities if not handled or each in handled)
 
 
 def scored_modalities(node: Node) -> tuple[str, ...]:

@@ -98,7 +98,7 @@ PatchGrid = tuple[int, int, int]
 """Number of patches of an image along time, height and width."""
 
 
-class ImageInputs(Batch):
+class PromptImageInputs(Batch):
     """The images in each prompt, as inputs of the trained network. They keep the order of the text."""
 
     @abstractmethod
@@ -107,7 +107,7 @@ class ImageInputs(Batch):
 
 
 @dataclass(kw_only=True, eq=False)
-class ImagePatches(ImageInputs):
+class ImagePatches(PromptImageInputs):
     """The patches of the images in each prompt, as inputs of a vision encoder."""
 
     patches: Tensor = packed(heavy=True)  # [sum N, D]
@@ -128,7 +128,7 @@ class PackedVectors(Batch):
 
 
 @dataclass(kw_only=True, eq=False)
-class EncodedImages(ImageInputs):
+class EncodedImages(PromptImageInputs):
     """The images in each prompt, each as latents of a VAE and as features of a vision encoder."""
 
     latents: PackedVectors = row()  # [sum h w, C], row by row

@@ -24,7 +24,7 @@ from unirl.models.hunyuan_image3.packing import PrefixedImages
 from unirl.models.language.attention import AttentionFn
 from unirl.models.language.policy import Outputs, TokenInputs
 from unirl.models.unified.layers import Rotations, TimestepEmbedding, rotated, rotations
-from unirl.types.conditions import ImageInputs
+from unirl.types.conditions import PromptImageInputs
 
 Config = Mapping[str, Any]
 ValueT = TypeVar("ValueT")
@@ -277,7 +277,7 @@ class HunyuanImage3Network(nn.Module):
         states = self.model(embeds, inputs.positions, inputs.attention_fn)
         return inputs.output_fn(self.lm_head, self.model.ln_f(states))
 
-    def embeds(self, tokens: Tensor, images: ImageInputs | None) -> Tensor:
+    def embeds(self, tokens: Tensor, images: PromptImageInputs | None) -> Tensor:
         """Embeddings [N, D] of tokens [N]. A network without a vision tower reads no images."""
         assert images is None
         embeds: Tensor = self.model.wte(tokens)

@@ -20,7 +20,7 @@ from torch import Tensor
 from unirl.models.chunks import round_up
 from unirl.models.language.attention import AttentionFn, AttentionLayer, PackedAttention
 from unirl.models.unified.attention import ImageAttention
-from unirl.types.conditions import Block, ImageInputs, PromptTokens
+from unirl.types.conditions import Block, PromptImageInputs, PromptTokens
 from unirl.types.device import CPU, to_device
 
 HEADER = 4
@@ -37,7 +37,7 @@ class PrefixedImages:
     timestep_index: Tensor  # [B] the place of each <timestep> among the tokens
     positions: Tensor  # [N + B L, 2] int64, row and column
     attention_fn: AttentionFn
-    images: ImageInputs | None = None
+    images: PromptImageInputs | None = None
     """The images in the prompts."""
 
 
@@ -47,7 +47,7 @@ def image_inputs(
     prompts: PromptTokens,
     header: Sequence[int],
     multiple: int,
-    images: ImageInputs | None = None,
+    images: PromptImageInputs | None = None,
 ) -> PrefixedImages:
     """The input for noisy latents [B, C, H, W] at timesteps [B]. Each latent of the image is a token.
 

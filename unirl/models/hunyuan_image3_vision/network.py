@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from unirl.models.hunyuan_image3.network import Config, HunyuanImage3Network
-from unirl.types.conditions import EncodedImages, ImageInputs
+from unirl.types.conditions import EncodedImages, PromptImageInputs
 
 LATENT, FEATURE, CLEAN_TIMESTEP = -2, -3, -4
 """Stand among the tokens of a prompt for a latent, for a feature, and for the timestep 0 of an image. A token <img> or
@@ -49,7 +49,7 @@ class HunyuanImage3VisionNetwork(HunyuanImage3Network):
         super().__init__(config)
         self.vision_aligner = Aligner(config["vit_aligner"])
 
-    def embeds(self, tokens: Tensor, images: ImageInputs | None) -> Tensor:
+    def embeds(self, tokens: Tensor, images: PromptImageInputs | None) -> Tensor:
         """Embeddings [N, D] of tokens [N], with the embeddings of the images in place of what stands for them."""
         embeds = super().embeds(tokens.clamp(min=0), None)
         if images is None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unirl.models.language.bundle import Config, LanguageFamily
 from unirl.models.language.policy import LMHead, TokenPolicy
-from unirl.types.conditions import ImageInputs
+from unirl.types.conditions import PromptImageInputs
 
 if TYPE_CHECKING:
     from transformers import JanusVQVAE
@@ -31,7 +31,7 @@ class JanusPolicy(TokenPolicy):
     def tie_weights(self, *args: object, **kwargs: object) -> None:
         """Does nothing: the head of texts, which may share the weight of the embedding, is left out."""
 
-    def embeds(self, tokens: Tensor, images: ImageInputs | None) -> tuple[Tensor, dict[str, object]]:
+    def embeds(self, tokens: Tensor, images: PromptImageInputs | None) -> tuple[Tensor, dict[str, object]]:
         """Every token goes through both embeddings, and one of them is taken, so that the host waits for nothing."""
         size: int = self.config.vq_config.num_embeddings
         model: Any = self.get_submodule("model")

@@ -13,7 +13,7 @@ from unirl.models.chunks import round_up
 from unirl.models.language.attention import AttentionFn, PackedAttention
 from unirl.models.language.policy import OutputFn, TokenInputs
 from unirl.types.batch import bounds_of
-from unirl.types.conditions import Block, Conditions, ImageInputs, PromptTokens
+from unirl.types.conditions import Block, Conditions, PromptImageInputs, PromptTokens
 from unirl.types.segments import TextSegment
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class PackedTokens:
     tokens: Tensor  # [N] int64
     positions: Tensor  # [N] int64, or [N, n]
     lengths: list[int]
-    images: ImageInputs | None
+    images: PromptImageInputs | None
     blocks: Sequence[Sequence[Block]] | None = None
     """For each row, the ranges of its tokens that see each other. None if there are none."""
 
@@ -71,10 +71,10 @@ def prompts_of(conditions: Conditions) -> PromptTokens:
     return prompts
 
 
-def images_of(conditions: Conditions) -> ImageInputs | None:
+def images_of(conditions: Conditions) -> PromptImageInputs | None:
     """The images of the prompts. None if there are only texts."""
     images = conditions.get("images")
-    assert images is None or isinstance(images, ImageInputs)
+    assert images is None or isinstance(images, PromptImageInputs)
     return images
 
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from unirl.models.chunks import round_up
 from unirl.models.language.attention import ATTENTION, AttentionFn, register_attention
-from unirl.types.conditions import ImageInputs
+from unirl.types.conditions import PromptImageInputs
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -49,7 +49,7 @@ class TokenInputs:
     positions: Tensor  # [N] int64, or [N, n] with n components
     attention_fn: AttentionFn
     output_fn: OutputFn
-    images: ImageInputs | None = None
+    images: PromptImageInputs | None = None
     """The images whose placeholders are among the tokens, in the same order."""
 
 
@@ -138,7 +138,7 @@ class TokenPolicy(nn.Module):
         return inputs.output_fn(self.head(), states.last_hidden_state[0])
 
     def embeds(
-        self, tokens: Int[Tensor, "N"], images: ImageInputs | None
+        self, tokens: Int[Tensor, "N"], images: PromptImageInputs | None
     ) -> tuple[Float[Tensor, "1 N D"], dict[str, object]]:
         """Embeddings [1, N, D] of tokens [N], and further keyword arguments of the decoder."""
         return self.decoder().embed_tokens(tokens[None]), {}

@@ -93,6 +93,11 @@ def read_entries(path: Path, base: Path | None = None) -> dict[str, Config]:
     return entries
 
 
+def read_configs(path: Path, base: Path | None = None) -> dict[str, ModelConfigs]:
+    """The models of a configuration file of a diffusers family, by name. See `read_entries`."""
+    return {name: ModelConfigs(**entry) for name, entry in read_entries(path, base).items()}
+
+
 class FamilyFiles(TypedDict):
     """Two fields of a `DiffusersFamily`, read from `toy.json` and `published.json`."""
 
@@ -108,8 +113,7 @@ def family_files(module: str, base: str | None = None) -> FamilyFiles:
     """
 
     def read(name: str) -> dict[str, ModelConfigs]:
-        entries = read_entries(Path(module).parent / name, None if base is None else Path(base).parent / name)
-        return {name: ModelConfigs(**entry) for name, entry in entries.items()}
+        return read_configs(Path(module).parent / name, None if base is None else Path(base).parent / name)
 
     return {"toys": read("toy.json"), "published": read("published.json")}
 

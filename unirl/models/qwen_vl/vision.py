@@ -20,7 +20,7 @@ from unirl.config.errors import InvalidValueError
 from unirl.models.images import read_image
 from unirl.models.language.policy import TokenPolicy
 from unirl.types.batch import bounds_of
-from unirl.types.conditions import ImageInputs, ImagePatches, PatchGrid
+from unirl.types.conditions import ImagePatches, PatchGrid, PromptImageInputs
 from unirl.types.device import to_device
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ class QwenVLPolicy(TokenPolicy):
         """The vision tower."""
         return self.get_submodule("model.visual")
 
-    def embeds(self, tokens: Tensor, images: ImageInputs | None) -> tuple[Tensor, dict[str, object]]:
+    def embeds(self, tokens: Tensor, images: PromptImageInputs | None) -> tuple[Tensor, dict[str, object]]:
         assert images is None or isinstance(images, ImagePatches)
         embeds = self.decoder().embed_tokens(tokens.clamp(min=0)[None])
         if images is None or not any(images.grids):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
-from unirl.config.errors import RewardError
+from unirl.config.errors import RewardError, WeightsLostError
 from unirl.config.recipe import EvaluationConfig
 from unirl.data.data_source import by_size
 from unirl.data.datasets import Prompt
@@ -70,11 +71,12 @@ class Evaluator:
         req = self.requests.evaluation(prompts, versions)
         self.phase.pool.release(EVALUATION)
         self.phase.pool.step = EVALUATION
-        for learner in self.learners:
-            with self.phase("sync", learner.track):
-                learner.roles.sync.push(learner.version, req.tracks[learner.track].weights)
-        with self.phase("eval", self.learners[0].track):
-            return req, self.rollout.generate(req)
+        while True:  # an engine restarts its server only a few times, and then raises another error
+            for learner in self.learners:
+                with self.phase("sync", learner.track):
+                    learner.roles.sync.push(learner.version, req.tracks[learner.track].weights)
+            with suppress(WeightsLostError), self.phase("eval", self.learners[0].track):
+                return req, self.rollout.generate(req)
 
 
 def eval_result(req: RolloutReq, track: RolloutTrack, preview: Callable[[Decoded], Preview]) -> EvalResult:

@@ -15,9 +15,9 @@ from unirl.models.loading.checkpoint import TOY, DiffusersFamily, read_entries
 MODELS = ROOT / "unirl" / "models"
 FAMILIES = sorted(path.parent for path in MODELS.glob("*/family.py"))
 FILES = ("family.py", "toy.json", "published.json")
-MAX_LINES = 630
+MAX_LINES = 570
 """Lines of code of a family."""
-NETWORK_FILES, MAX_NETWORK_LINES = ("network.py", "packing.py", "vae.py"), 720
+NETWORK_FILES, MAX_NETWORK_LINES = ("network.py", "packing.py", "vae.py"), 690
 """Files of networks that no library has, and their lines. They are counted by themselves."""
 SHARED = (
     "denoising/stage.py",

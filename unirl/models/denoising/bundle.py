@@ -25,7 +25,7 @@ from unirl.models.loading.adapter_sources import (
 )
 from unirl.models.loading.checkpoint import TOY, VAE, DiffusersFamily
 from unirl.models.loading.completeness import replace_tensors
-from unirl.models.loading.dtypes import cast_module, dtype_in
+from unirl.models.loading.dtypes import cast_module, compute_dtype, dtype_in
 from unirl.models.loading.estimate import DecodingCost, ModelEstimate
 from unirl.models.loading.hub import components as components_of
 from unirl.models.loading.hub import quiet_libraries
@@ -106,8 +106,8 @@ class NetworkDenoiser(ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the network's matrices."""
-        return self.network.get_parameter(self.matrix).dtype
+        """The dtype in which the network's matrices compute, which is that of its inputs."""
+        return compute_dtype(self.network, self.matrix)
 
     def block_chains(self) -> list[list[nn.Module]]:
         return [self.chain_of(self.network)]

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+_COMPUTE_DTYPE = "unirl_compute_dtype"
+"""The attribute of a trained module whose parameters are stored in another dtype than that in which it computes."""
 
 def dtype_in(kind: type[nn.Module], name: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype of a parameter of class `kind` in a network that is loaded in `dtype`. `name` is relative to `kind`."""
@@ -33,6 +35,16 @@ def cast_module(module: nn.Module, dtype: torch.dtype) -> None:
     for name, tensor in module.state_dict(keep_vars=True).items():
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(torch.float32 if name in kept else dtype)
+
+
+def set_compute_dtype(module: nn.Module, dtype: torch.dtype | None) -> None:
+    """Record the dtype in which the matrices of `module` compute. None: that in which they are stored."""
+    vars(module)[_COMPUTE_DTYPE] = dtype
+
+
+def compute_dtype(module: nn.Module, matrix: str) -> torch.dtype:
+    """The dtype in which the matrices of `module` compute, of which `matrix` names one."""
+    return vars(module).get(_COMPUTE_DTYPE) or module.get_parameter(matrix).dtype
 
 
 def _words(kind: type[nn.Module], dtype: torch.dtype) -> set[str]:

@@ -15,6 +15,7 @@ from unirl.config.errors import ConfigError, IncompatibleError
 from unirl.distributed import current
 from unirl.distributed.weight_sync.base import Payload
 from unirl.models.base import Bundle
+from unirl.models.loading.dtypes import set_compute_dtype
 from unirl.models.loading.lora import ADAPTER, AdapterCopies, AdapterStart
 from unirl.train.backend import module_setup, state
 from unirl.train.backend.base import (
@@ -132,6 +133,7 @@ class FSDPBackend(TrainBackend):
         self.sharding = Sharding(config) if self.rank.dp_size == 1 else FSDP2Sharding(config, self.rank)
         gathered = module_setup.gather_dtype(self.module, config, compute_dtype, frozen_base=lora is not None)
         self.sharding.wrap(self.module, pieces, gathered)
+        set_compute_dtype(self.module, gathered.dtype)
         # 6. Give storage to a module that has none. After sharding, no rank ever holds more than its shards.
         if next(self.module.parameters()).is_meta:
             module_setup.load_deferred(

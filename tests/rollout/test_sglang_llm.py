@@ -1,4 +1,4 @@
-"""The SGLang engine over HTTP, with a fake server in a process of its own, that can be told to make mistakes."""
+"""The SGLang engine over HTTP, with a fake server that can be told to make mistakes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from unirl.distributed.weight_sync.endpoints import WeightSender
 from unirl.distributed.weight_sync.sync import EngineSync
 from unirl.models.qwen3.family import Qwen3Bundle, Qwen3Pipeline
 from unirl.rollout.engine.sglang_llm.engine import SGLangLLMRolloutEngine
+from unirl.testing.conformance.sglang_llm import fake_sglang
 from unirl.testing.engine import check_engine
 from unirl.testing.language import text_params, text_request
 from unirl.train.backend.base import OptimizerConfig
@@ -103,17 +105,19 @@ def serving(folder: Path, **keys: object) -> Iterator[Served]:
 
 
 @contextmanager
-def fake(fault: str | None = None, *flags: str) -> Iterator[str]:
-    """A fake server that is not the engine's own. Yields its address."""
-    words = [sys.executable, "-m", "unirl.cli", "engines", "fake", "--engine", "sglang_llm", "--path", "toy"]
-    words += [] if fault is None else ["--fault", fault]
-    seeds = "--enable-deterministic-inference"
-    with subprocess.Popen([*words, "--", seeds, *flags], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            yield process.stdout.readline().strip()
-        finally:
-            process.kill()
+def fake(fault: str | None = None, *flags: str, seeds: bool = True) -> Iterator[str]:
+    """A fake server that is not the engine's own, in a thread of this process. Yields its address."""
+    words = [*flags, "--enable-memory-saver", "--enable-weights-cpu-backup"]
+    words += ["--enable-deterministic-inference"] if seeds else []
+    server = fake_sglang("toy", 0, "fp32", words, fault)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield server.url
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +136,8 @@ def test_it_keeps_the_contract_of_an_engine(served) -> None:
 
 @pytest.mark.parametrize("merge", [False, True], ids=["adapters", "merged"])
 def test_adapters_keep_the_contract_too(tmp_path, merge) -> None:
-    with serving(tmp_path, lora=LORA) as served:
+    flags = ("--enable-lora", "--max-lora-rank", "4", "--max-loaded-loras", "2")
+    with fake(None, *flags) as url, serving(tmp_path, url=url, lora=LORA) as served:
         req = text_request(4, text_params(samples_per_prompt=4))
         check_engine(served.engine, served.trained, served.backend, req, atol=ATOL, merge_adapters=merge)
 
@@ -223,19 +228,28 @@ def test_exchanged_rows_have_log_probs_that_the_replay_contradicts(tmp_path) -> 
 
 
 @pytest.mark.parametrize("fault", ["half-answer", "close"])
-def test_responses_that_are_broken_off_are_asked_for_again(tmp_path, served, fault) -> None:
+def test_responses_that_are_broken_off_are_asked_for_again(tmp_path, fault) -> None:
     """With the same seeds, so that the answers are those of a server without faults."""
-    with fake(fault) as url, serving(tmp_path, url=url) as faulty, serving(tmp_path) as right:
-        for each in (faulty, right):
-            each.push()
-        assert faulty.tokens(faulty.asking()) == right.tokens(right.asking())
+    tokens = []
+    for kind in (fault, None):
+        with fake(kind) as url, serving(tmp_path, url=url) as served:
+            served.push()
+            tokens.append(served.tokens(served.asking()))
+    assert tokens[0] == tokens[1]
 
 
 def test_a_server_that_is_gone_is_named(tmp_path) -> None:
-    with fake("die") as url, serving(tmp_path, url=url) as served:
-        served.push()
-        with pytest.raises(EngineError, match=f"no SGLang answers at rollout.url={url}"):
-            served.sampled(served.asking())
+    """The command starts a server in a process of its own, which kills itself while it generates."""
+    words = [sys.executable, "-m", "unirl.cli", "engines", "fake", "--engine", "sglang_llm", "--fault", "die", "--"]
+    words += ["--enable-deterministic-inference"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        with serving(tmp_path, url=url) as served:
+            served.push()
+            with pytest.raises(EngineError, match=f"no SGLang answers at rollout.url={url}"):
+                served.sampled(served.asking())
+        assert process.wait(60) == -signal.SIGKILL
 
 
 # Restarts and transfers that fail
@@ -278,7 +292,7 @@ def test_a_server_that_dies_during_a_transfer_gets_all_of_it_again(tmp_path) -> 
 
 def test_a_transfer_that_the_trainer_breaks_off_can_be_repeated(tmp_path) -> None:
     """The session of the server is still open then."""
-    with serving(tmp_path) as served:
+    with fake() as url, serving(tmp_path, url=url) as served:
         served.push()
         served.train()
         tensors = served.backend.named_tensors
@@ -316,23 +330,21 @@ def test_two_runs_on_one_server_are_told_apart(tmp_path) -> None:
 # Settings
 
 
-def test_a_server_with_other_settings_is_refused(tmp_path) -> None:
-    words = [sys.executable, "-m", "unirl.cli", "engines", "fake", "--path", "toy"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
-        url = process.stdout.readline().strip()
-        with serving(tmp_path, url=url) as served, pytest.raises(IncompatibleError, match="ignores seeds"):
-            served.push()
-        lora = serving(tmp_path, url=url, lora=LORA, deterministic=False)
-        with (
-            lora as served,
-            pytest.raises(IncompatibleError, match=r"cannot load adapters\. Start it with --enable-lora"),
-        ):
-            served.push()
-        with serving(tmp_path, url=url, deterministic=False) as served:
-            served.push()
-            with pytest.raises(IncompatibleError, match=r"rollout\.enable_memory_saver=true"):
-                served.engine.sleep()
-        process.kill()
+@pytest.mark.parametrize(
+    ("seeds", "lora", "says"),
+    [(False, None, "ignores seeds"), (True, LORA, r"cannot load adapters\. Start it with --enable-lora")],
+)
+def test_a_server_with_other_settings_is_refused(tmp_path, seeds, lora, says) -> None:
+    refusal = pytest.raises(IncompatibleError, match=says)
+    with fake(seeds=seeds) as url, serving(tmp_path, url=url, lora=lora) as served, refusal:
+        served.push()
+
+
+def test_a_server_without_the_memory_saver_cannot_sleep(served, monkeypatch) -> None:
+    served.push()
+    monkeypatch.setattr(served.engine.server.info, "enable_memory_saver", False)
+    with pytest.raises(IncompatibleError, match=r"rollout\.enable_memory_saver=true"):
+        served.engine.sleep()
 
 
 def test_arguments_that_the_engine_sets_itself_are_refused(tmp_path) -> None:

@@ -71,6 +71,7 @@ class Client:
     engine: Any
     sync: Any
     exchanges: list[Exchange] = field(default_factory=list)
+    initial_checksums: list[Mapping[str, str]] = field(default_factory=list)
 
     def push(self) -> float:
         """Send the weights. Returns the seconds that it took."""
@@ -263,16 +264,20 @@ def live(python: str, settings: Mapping[str, object]) -> Json:
     """Start the real server with the tiny model for each kind of weights, and compare it with the trainer."""
     results: Json = {}
     answers: Json = {}
+    checksums: list[Mapping[str, str]] = []
     for kind in KINDS:
         with (
             tempfile.TemporaryDirectory() as folder,
             client(kind, Path(folder), python_executable=python, **settings) as each,
         ):
             results[kind] = checked(each, kind)
+            if kind == "full":
+                checksums = each.initial_checksums
             print(kind, json.dumps(results[kind]), flush=True)
             for exchange in each.exchanges:
                 answers.setdefault(f"{exchange.method} {exchange.path}", shortened(exchange))
-    return {"settings": {"engine_args": settings.get("engine_args", {})}, "results": results, "answers": answers}
+    shown = {"engine_args": settings.get("engine_args", {})}
+    return {"settings": shown, "initial_checksums": checksums, "results": results, "answers": answers}
 
 
 def checked(each: Client, kind: str) -> Json:
@@ -280,6 +285,7 @@ def checked(each: Client, kind: str) -> Json:
     from unirl.config.errors import WeightsLostError
 
     result: Json = {"start_and_first_push_s": round(each.push(), 1), "largest_logp_differences": {}}
+    each.initial_checksums = each.engine.server._checksums()
     gaps = result["largest_logp_differences"]
     gaps["initial weights"] = each.gap()
     gaps["temperature 0.7, top_p 0.9, top_k 20"] = each.gap(temperature=0.7, top_p=0.9, top_k=20)
@@ -304,8 +310,8 @@ def checked(each: Client, kind: str) -> Json:
     return result
 
 
-def aborted(each: Client) -> str:
-    """The error of a request that is aborted while it runs."""
+def aborted(each: Client, attempts: int = 10) -> str:
+    """The error of a request that is aborted while it runs. Some end by themselves before."""
     from unirl.config.http import RequestFailed
     from unirl.rollout.engine.serving.server import TokenRequest
     from unirl.types.sampling import ARSamplingParams
@@ -319,12 +325,15 @@ def aborted(each: Client) -> str:
         except RequestFailed as error:
             errors.append(str(error))
 
-    thread = threading.Thread(target=ask)
-    thread.start()
-    time.sleep(1.0)
-    server.post("/abort_request", {"abort_all": True})
-    thread.join()
-    return errors[0] if errors else "it ended before"
+    for _ in range(attempts):
+        thread = threading.Thread(target=ask)
+        thread.start()
+        time.sleep(0.1)
+        server.post("/abort_request", {"abort_all": True})
+        thread.join()
+        if errors:
+            return errors[0]
+    return f"none of {attempts} requests was still running"
 
 
 def shortened(exchange: Exchange) -> Json:

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.fake_servers import sglang as fake
 from tests.sync_ends import placed
 from unirl.config.errors import (
     DependencyError,
@@ -29,7 +29,6 @@ from unirl.distributed.weight_sync.endpoints import WeightSender
 from unirl.distributed.weight_sync.sync import EngineSync
 from unirl.models.qwen3.family import Qwen3Bundle, Qwen3Pipeline
 from unirl.rollout.engine.sglang_llm.engine import SGLangLLMRolloutEngine
-from unirl.testing.conformance.sglang_llm import fake_sglang
 from unirl.testing.engine import check_engine
 from unirl.testing.language import text_params, text_request
 from unirl.train.backend.base import OptimizerConfig
@@ -102,22 +101,6 @@ def serving(folder: Path, **keys: object) -> Iterator[Served]:
         yield served
     finally:
         served.engine.server.stop()
-
-
-@contextmanager
-def fake(fault: str | None = None, *flags: str, seeds: bool = True) -> Iterator[str]:
-    """A fake server that is not the engine's own, in a thread of this process. Yields its address."""
-    words = [*flags, "--enable-memory-saver", "--enable-weights-cpu-backup"]
-    words += ["--enable-deterministic-inference"] if seeds else []
-    server = fake_sglang("toy", 0, "fp32", words, fault)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield server.url
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 @pytest.fixture(scope="module")

@@ -61,6 +61,12 @@ class Exchange:
     status: int
     answer: Any
 
+    @property
+    def name(self) -> str:
+        """Its kind, such as `POST /generate`. The log-probs of given tokens are in answers of a kind of their own."""
+        scored = " of given tokens" if isinstance(self.body, dict) and "token_ids_logprob" in self.body else ""
+        return f"{self.method} {self.path}{scored}"
+
 
 @dataclass
 class Client:
@@ -207,7 +213,8 @@ def described(body: Any) -> Any:
         return [described(each) for each in body]
     if not isinstance(body, dict):
         return body
-    result = {key: described(value) for key, value in body.items() if key not in (PAYLOAD, "expected_checksums")}
+    kept = {key: value for key, value in body.items() if key not in (PAYLOAD, "expected_checksums")}
+    result = {described(key): described(value) for key, value in kept.items()}
     if PAYLOAD in body:
         tensors = tensors_in(body[PAYLOAD][0])
         result[PAYLOAD] = [f"{name} {each.dtype} {list(each.shape)}" for name, each in tensors.items()]
@@ -275,7 +282,7 @@ def live(python: str, settings: Mapping[str, object]) -> Json:
                 checksums = each.initial_checksums
             print(kind, json.dumps(results[kind]), flush=True)
             for exchange in each.exchanges:
-                answers.setdefault(f"{exchange.method} {exchange.path}", shortened(exchange))
+                answers.setdefault(exchange.name, shortened(exchange))
     shown = {"engine_args": settings.get("engine_args", {})}
     return {"settings": shown, "initial_checksums": checksums, "results": results, "answers": answers}
 
@@ -285,6 +292,7 @@ def checked(each: Client, kind: str) -> Json:
     from unirl.config.errors import WeightsLostError
 
     result: Json = {"start_and_first_push_s": round(each.push(), 1), "largest_logp_differences": {}}
+    each.engine.server.check_ready()  # once more, now that answers are recorded
     each.initial_checksums = each.engine.server._checksums()
     gaps = result["largest_logp_differences"]
     gaps["initial weights"] = each.gap()

@@ -18,6 +18,7 @@ SGLANG = json.loads(RECORD.read_text())["sglang_llm"]
 ANSWERS = SGLANG["live"]["answers"]
 READ_AS = {
     "POST /generate": messages.Generated,
+    "POST /generate of given tokens": messages.Generated,
     "POST /begin_weight_update": messages.Outcome,
     "POST /update_weights_from_tensor": messages.Outcome,
     "POST /end_weight_update": messages.Outcome,
@@ -56,11 +57,15 @@ def shape_of(value: object) -> object:
 
 def test_the_fake_server_answers_with_the_keys_of_the_real_one() -> None:
     """Values that the real server leaves empty in one recording, such as details of its cache, may differ."""
-    body = messages.generate("r0", [1, 2, 3], {"max_new_tokens": 1, "temperature": 0.0}, None, [4, 5])
+    body, scored = (
+        messages.generate("r0", [1, 2, 3], {"max_new_tokens": 1, "temperature": 0.0}, None, tokens)
+        for tokens in (None, [4, 5])
+    )
     with fake_servers.sglang() as url:
         http = HttpClient(url, token=None, timeout_s=30.0, connections=1)
         fakes = {
             "POST /generate": http.request("POST", "/generate", content=json.dumps(body).encode()),
+            "POST /generate of given tokens": http.request("POST", "/generate", content=json.dumps(scored).encode()),
             "POST /begin_weight_update": http.request("POST", "/begin_weight_update", content=b"{}"),
             "POST /end_weight_update": http.request("POST", "/end_weight_update", content=b"{}"),
             "POST /weights_checker": http.request("POST", "/weights_checker", content=b'{"action":"checksum"}'),

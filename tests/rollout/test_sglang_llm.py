@@ -314,12 +314,20 @@ def test_two_runs_on_one_server_are_told_apart(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seeds", "lora", "says"),
-    [(False, None, "ignores seeds"), (True, LORA, r"cannot load adapters\. Start it with --enable-lora")],
+    ("keys", "lora", "says"),
+    [
+        ({"seeds": False}, None, "ignores seeds"),
+        ({}, LORA, r"cannot load adapters\. Start it with --enable-lora"),
+        (
+            {"dtype": "bf16"},
+            None,
+            r"computes in bfloat16, and bundle\.dtype is float32\. Start it with --dtype float32",
+        ),
+    ],
 )
-def test_a_server_with_other_settings_is_refused(tmp_path, seeds, lora, says) -> None:
+def test_a_server_with_other_settings_is_refused(tmp_path, keys, lora, says) -> None:
     refusal = pytest.raises(IncompatibleError, match=says)
-    with fake(seeds=seeds) as url, serving(tmp_path, url=url, lora=lora) as served, refusal:
+    with fake(**keys) as url, serving(tmp_path, url=url, lora=lora) as served, refusal:
         served.push()
 
 

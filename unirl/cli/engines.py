@@ -1,17 +1,21 @@
 """`unirl engines fake`: serves a small model with the messages of a rollout engine, without its packages."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from unirl.cli.arguments import Parser, run_verb
 from unirl.config.errors import AddressError, InvalidValueError
 from unirl.config.failures import Session
+
+if TYPE_CHECKING:
+    from unirl.types.protocols import DtypeName
 
 EXAMPLES = (
     "unirl engines fake --engine sglang_llm --path toy --port 30000",
     "unirl engines fake --engine sglang_llm --path quickstart --port 0 --fault half-answer",
     "unirl engines fake --engine sglang_llm --path toy --port 30000 -- --enable-deterministic-inference",
 )
-DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+DTYPES: "Mapping[str, DtypeName]" = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 ENGINES = ("sglang_llm",)
 
 

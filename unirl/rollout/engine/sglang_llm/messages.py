@@ -200,5 +200,5 @@ def pickled(tensors: object) -> str:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor in main memory."""
-    return memoryview(tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy())
+    """The bytes of a tensor, in main memory."""
+    return tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data

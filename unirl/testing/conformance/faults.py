@@ -16,7 +16,7 @@ FAULTS: Mapping[str, str] = {
     "other-model": "computes the logits of another model, and reports the checksums of the right one",
     "other-temperature": "reports log-probs at twice the temperature",
     "ignore-seeds": "draws from random numbers of its own",
-    "swap-rows": "exchanges the tokens of responses that end together",
+    "swap-rows": "exchanges the tokens of responses to two prompts",
     "nan-logp": "reports no finite log-prob for the first token of a response",
     "fewer-tokens": "leaves out the last token of a response",
     "version-skew": "samples the last token of a response from weights of another name",

@@ -48,6 +48,8 @@ DEFAULT_SEED = 42
 DIES_AT, EVERY = 10, 3
 """Numbers of the responses that some faults strike."""
 SLOW_S = 2.0
+EXCHANGE_S = 0.5
+"""Seconds that a response waits for another one to be exchanged with."""
 NO_SESSION = "no weight-update session is open; call begin_weight_update() first"
 Body = dict[str, Any]
 
@@ -76,12 +78,11 @@ class FakeSGLang:
         self.stored: dict[str, Tensor] = {}
         """The weights while it sleeps."""
         self.counter = itertools.count(1)
+        self.exchange = RowExchange()
         if fault == "other-model":
             self.scheduler.bend = lambda logits: logits.roll(1, dims=1)
         if fault == "other-temperature":
             self.scheduler.log_probs = lambda logits, temperature: tempered(logits, 2 * (temperature or 1.0))
-        if fault == "swap-rows":
-            self.scheduler.ended = swap
 
     def routes(self) -> Routes:
         """The paths that it answers."""
@@ -125,6 +126,8 @@ class FakeSGLang:
         if self.fault == "close" and number % EVERY == 0:
             return JsonReply(cut=0)
         self.scheduler.complete(rows)
+        if self.fault == "swap-rows":
+            self.exchange.swap(rows[0])
         answers = [self._answer(row, body, time.time() - began) for row in rows]
         cut = 0.5 if self.fault == "half-answer" and number % EVERY == 0 else None
         return JsonReply(200, answers if is_batch else answers[0], cut)
@@ -405,11 +408,27 @@ def spread(value: Any, count: int) -> list[Any] | None:
     return list(value) if isinstance(value, list) else [value] * count
 
 
-def swap(rows: Sequence[DecodedRow]) -> None:
-    """Exchange what was sampled for neighbouring rows."""
-    for a, b in zip(rows[::2], rows[1::2], strict=False):
-        for name in ("tokens", "logps", "scores", "versions", "ending"):
-            vars(a)[name], vars(b)[name] = vars(b)[name], vars(a)[name]
+class RowExchange:
+    """Exchanges what was sampled for two prompts whose responses are about to be sent."""
+
+    def __init__(self) -> None:
+        self.waiting: list[DecodedRow] = []
+        self.changed = threading.Condition()
+
+    def swap(self, row: DecodedRow) -> None:
+        """Exchange a row with one of another prompt. Returns soon if none comes."""
+        with self.changed:
+            partner = next((other for other in self.waiting if other.prompt != row.prompt), None)
+            if partner is None:
+                self.waiting.append(row)
+                self.changed.wait_for(lambda: row not in self.waiting, EXCHANGE_S)
+                if row in self.waiting:
+                    self.waiting.remove(row)
+                return
+            self.waiting.remove(partner)
+            for name in ("tokens", "logps", "scores", "versions", "ending"):
+                vars(partner)[name], vars(row)[name] = vars(row)[name], vars(partner)[name]
+            self.changed.notify_all()
 
 
 def finish_reason(row: DecodedRow) -> Body:

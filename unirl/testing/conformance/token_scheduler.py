@@ -72,8 +72,6 @@ class TokenScheduler:
         """Changes the logits, for a fault."""
         self.log_probs: Callable[[Tensor, float], Tensor] = tempered
         """Computes the log-probs that are reported, from logits [B, V] and a temperature."""
-        self.ended: Callable[[Sequence[DecodedRow]], None] = lambda rows: None
-        """Called with the responses that end with the same token."""
         self.running: list[DecodedRow] = []
         self.changed = threading.Condition()
         threading.Thread(target=self._run, name="scheduler", daemon=True).start()
@@ -123,10 +121,9 @@ class TokenScheduler:
         logits = self.bend(self.model.logits([[*row.prompt, *row.tokens] for row in rows], adapter))
         for row, own in zip(rows, logits.split(1), strict=True):
             self._sample(row, own)
-        ending = [row for row in rows if row.ending]
-        self.ended(ending)
-        for row in ending:
-            self._end(row, row.ending)
+        for row in rows:
+            if row.ending:
+                self._end(row, row.ending)
 
     def _sample(self, row: DecodedRow, logits: Tensor) -> None:
         """Append a token that is sampled from logits [1, V]."""

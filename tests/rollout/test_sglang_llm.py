@@ -276,6 +276,7 @@ def test_a_server_that_dies_during_a_transfer_gets_all_of_it_again(tmp_path) -> 
 def test_a_transfer_that_the_trainer_breaks_off_can_be_repeated(tmp_path) -> None:
     """The session of the server is still open then."""
     with fake() as url, serving(tmp_path, url=url) as served:
+        served.sync.bucket_bytes = 1024
         served.push()
         served.train()
         tensors = served.backend.named_tensors
@@ -286,7 +287,6 @@ def test_a_transfer_that_the_trainer_breaks_off_can_be_repeated(tmp_path) -> Non
                     raise RuntimeError("out of order")
                 yield pair
 
-        served.sync.bucket_bytes = 1024
         served.backend.named_tensors = broken
         with pytest.raises(RuntimeError, match="out of order"):
             served.push()

@@ -25,6 +25,7 @@ from unirl.config.errors import (
     WeightsLostError,
 )
 from unirl.distributed.group.pool import open_pool
+from unirl.distributed.group.rank import RankInfo, running_as
 from unirl.distributed.weight_sync.endpoints import WeightSender
 from unirl.distributed.weight_sync.sync import EngineSync
 from unirl.models.qwen3.family import Qwen3Bundle, Qwen3Pipeline
@@ -329,6 +330,12 @@ def test_a_server_with_other_settings_is_refused(tmp_path, keys, lora, says) -> 
     refusal = pytest.raises(IncompatibleError, match=says)
     with fake(**keys) as url, serving(tmp_path, url=url, lora=lora) as served, refusal:
         served.push()
+
+
+def test_one_server_for_several_devices_is_refused(tmp_path) -> None:
+    ranks = running_as(RankInfo(rank=1, world_size=2))
+    with ranks, pytest.raises(IncompatibleError, match="is one server, and 2 devices are to sample"):
+        Served.at(tmp_path, url="http://127.0.0.1:30000")
 
 
 def test_a_server_without_the_memory_saver_cannot_sleep(served, monkeypatch) -> None:

@@ -83,6 +83,8 @@ class TokenPipeline(ABC, Generic[BundleT]):
         unexpected = network.load_state_dict(dict(tensors), strict=False).unexpected_keys
         if unexpected:
             raise ValueError(f"the model has no parameter {unexpected[0]!r} ({len(unexpected)} unknown names)")
+        # In a process group the library writes on rank 0 alone, but here each rank has a folder of its own.
+        vars(network)["should_save_on_this_rank"] = lambda is_main_process: True
         with quiet_libraries():
             network.save_pretrained(folder)
             self.bundle.codec.tokenizer.save_pretrained(folder)

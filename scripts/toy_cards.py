@@ -115,7 +115,9 @@ def stand_ins(name: str, folder: Path) -> str:
     resolved = yaml.safe_load((folder / "config" / "resolved.yaml").read_text())
     urls = [path for path, value in leaves(resolved) if path.endswith("base_url") and value == "toy"]
     replicas = [path for path, value in leaves(resolved) if str(value).endswith(".ReplicaRolloutEngine")]
+    fakes = [path for path, value in leaves(resolved) if path.endswith("rollout.program") and value == "fake"]
     text = f"; a local server stands in for {', '.join(urls)}" if urls else ""
+    text += "; a fake server of UniRL stands in for SGLang" if fakes else ""
     for word, engine in EXTERNAL_ENGINES.items():
         if word in name and replicas:
             text += f"; the replica engine stands in for {engine}, also at full size"

@@ -362,10 +362,11 @@ def test_a_recipe_is_found_by_name_by_path_and_from_anywhere(examples, tmp_path,
 
 @pytest.mark.parametrize("folder", ["", "llm/", "vlm/"])
 def test_a_recipe_under_another_lists_name_is_answered_with_the_one_that_does_the_same(tmp_path, folder):
-    for name in ("qwen3_ar_drpo_4b_base_dapo", "qwen3_ar_drpo_4b_base_dpa0", "qwen3_ar_drpo_4b_base_dpap"):
+    names = ("dapo_sglang", "dapo", "dpa0_sglang", "dpap_sglang")
+    for name in (f"qwen3_ar_drpo_4b_base_{ending}" for ending in names):
         (tmp_path / "llm").mkdir(exist_ok=True)
         (tmp_path / "llm" / f"{name}.yaml").write_text("")
-    with pytest.raises(UsageError, match="Nearest: llm/qwen3_ar_drpo_4b_base_dapo,"):
+    with pytest.raises(UsageError, match="Nearest: llm/qwen3_ar_drpo_4b_base_dapo_sglang,"):
         find_recipe(f"{folder}qwen3_ar_drpo_4b_base_dpao_sglang", (tmp_path,))
 
 
@@ -391,7 +392,7 @@ def test_cards_are_not_recipes(examples):
     assert (recipe.card.status, recipe.card.date, recipe.card.result) == ("toy", "2026-11-20", "none")
 
 
-@pytest.mark.parametrize("name", ["replica", "server", "trainside"])
+@pytest.mark.parametrize("name", ["replica", "server", "sglang", "trainside"])
 def test_an_option_takes_the_place_of_the_blocks_that_it_has(name):
     """Keys of the block before are gone, and the command line is the origin of the new ones."""
     composed = compose("llm/quickstart", [f"rollout={name}"])

@@ -14,6 +14,7 @@ from unirl.config.load import load
 from unirl.plan.devices import device_named
 from unirl.plan.fit import (
     FASTER,
+    FORWARD,
     LEAST_SAVING,
     MICRO,
     RUNGS,
@@ -180,3 +181,9 @@ def test_the_printed_command_holds_the_typed_words_that_the_search_leaves(capsys
 def test_a_plan_says_whether_its_peak_fits_the_device(device, says, capsys):
     assert main(["plan", "diffusion/sd3_trainside", "--device", device]) == 0
     assert says in capsys.readouterr().out
+
+
+def test_the_rows_of_a_server_are_not_a_setting_to_choose():
+    replica, server = (sized("llm/quickstart", f"rollout={name}") for name in ("replica", "sglang"))
+    assert len(values_of(replica, FORWARD)) > 1
+    assert values_of(server, FORWARD) == (server.settings.forward_rows,)

@@ -29,6 +29,7 @@ REPLICA = (
     "rollout={_target_: unirl.rollout.engine.replica.engine.ReplicaRolloutEngine, forward_batch_size: 6}",
     "sync={_target_: unirl.distributed.weight_sync.sync.EngineSync}",
 )
+SERVER = ("rollout=sglang", "rollout.program=fake", "rollout.concurrency=4")
 SEPARATE = (*REPLICA, "placement={train: 0, rollout: 1}", "num_devices=2")
 LOCAL = {"colocate": (*REPLICA, "runtime=local"), "separate": (*SEPARATE, "runtime=local")}
 ON_RAY = {
@@ -115,6 +116,15 @@ def test_an_engine_of_its_own_changes_no_token_in_one_process(layout, tune, trai
 def test_workers_and_the_way_that_weights_take_change_no_token(layout, tune, trainside, workers, tmp_path) -> None:
     settings = (*ON_RAY[layout], "runtime=ray", *([LORA] if tune == "lora" else []))
     assert_same(run(tmp_path, *settings), trainside[tune])
+
+
+@pytest.mark.slow
+def test_servers_of_two_devices_sample_what_one_server_samples(workers, tmp_path) -> None:
+    """Seeds belong to samples, and each rank of the engine has a server of its own."""
+    one = run(tmp_path / "one", *SERVER, "runtime=local")
+    devices = ("placement={train: 0, rollout: 1-2}", "num_devices=3", "runtime=ray")
+    assert_same(run(tmp_path / "two", *SERVER, *devices), one)
+    assert {file.name for file in (tmp_path / "two/logs").glob("sglang-*")} == {"sglang-0.log", "sglang-1.log"}
 
 
 def test_training_moved_the_weights(trainside) -> None:

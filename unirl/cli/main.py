@@ -34,6 +34,7 @@ COMMANDS: Mapping[str, str] = {
     "reward": "list scorers, score and check your own samples, serve rewards",
     "data": "check and show prompt files, download public ones",
     "export": "write a checkpoint as files that other libraries can load",
+    "engines": "serve a small model with the messages of a rollout engine, to try and test its client",
     "models": "check the files of a model, download a model",
     "ckpt": "list, verify, show and prune checkpoints",
     "config": "show the settings of a recipe, their documentation and their sources",

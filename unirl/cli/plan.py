@@ -121,7 +121,7 @@ def _policy_text(recipe: Recipe, sizes: RecipeSizes, device: str | None) -> str:
             f"{recipe.file.name}   {recipe.file.path}",
             geometry_table(recipe.config),
             f"placement  {plan.placement.describe()}\n           {_transfer_text(plan.transfer)}",
-            f"rollout    {plan.settings.forward_rows} rows in one forward (rollout.forward_batch_size)",
+            f"rollout    {_rows_text(plan)}",
             _micro_text(plan, chosen),
             *([f"decode     in tiles, chosen for {chosen.name} (pipeline.vae_tiling)"] if tiled else []),
             f"parameters {_count(plan.sizes.trainable_parameters * plan.sizes.is_trained)} trained; {listed}",
@@ -131,6 +131,12 @@ def _policy_text(recipe: Recipe, sizes: RecipeSizes, device: str | None) -> str:
             f"measured   {_measured_text(recipe)}",
         ]
     )
+
+
+def _rows_text(plan: RunSizes) -> str:
+    if not plan.chooses_rows:
+        return f"about {plan.settings.forward_rows} rows in one forward, which the server chooses"
+    return f"{plan.settings.forward_rows} rows in one forward (rollout.forward_batch_size)"
 
 
 def _micro_text(plan: RunSizes, device: Device) -> str:

@@ -21,7 +21,7 @@ LIKELY = 0.6
 DOMAIN_OF = {"diffusion": "diffusion", "vlm": "vlm", "llm": "vlm", "pe": "pe", "unified_model": "unified_model"}
 """Folder of recipes to the domain whose entrypoint, `python -m unirl.train_<domain>`, trains them."""
 
-SAME_RECIPE = {"qwen3_ar_drpo_4b_base_dpao_sglang": "llm/qwen3_ar_drpo_4b_base_dapo"}
+SAME_RECIPE = {"qwen3_ar_drpo_4b_base_dpao_sglang": "llm/qwen3_ar_drpo_4b_base_dapo_sglang"}
 """Recipe name of the reference system to the recipe that does the same here."""
 
 

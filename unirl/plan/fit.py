@@ -114,6 +114,8 @@ def values_of(run: RunSizes, rung: Rung) -> Sequence[int]:
             return (now,)
         return sorted({now, *geometry.micro_sizes})
     if rung is FORWARD:
+        if not run.chooses_rows:
+            return (now,)
         rows = max(run.sizes.num_samples // run.sizes.num_engine_devices, 1)
         equal = {-(-rows // count) for count in range(1, FEW_CHUNKS + 1)}
         return sorted({now, *(size for size in {*equal, *_powers(rows)} if size <= MOST_ROWS)})

@@ -76,6 +76,10 @@ class WeightTransfer:
     interval: int  # steps
 
 
+FORWARD_ROWS = "forward_batch_size"
+"""The setting of an engine for the rows of one forward."""
+
+
 @dataclass(frozen=True)
 class RunSizes:
     """Everything that a recipe says about memory and time."""
@@ -90,6 +94,8 @@ class RunSizes:
     """By devices, what the other policies of the recipe keep there while this one works: one row for each."""
     counts_reward: bool = True
     """False for a policy beside the one of the last track, which counts the memory of all reward models."""
+    chooses_rows: bool = True
+    """The engine has the setting `forward_batch_size`. A server chooses the rows of a forward itself."""
 
     @property
     def memory(self) -> list[tuple[DeviceSet, MemoryRow]]:
@@ -147,7 +153,8 @@ class RunSizes:
             reward=reward_of(config, config.scorers if scorers is None else scorers),
         )
         settings = _settings(config, placement, geometry, sizes, estimate)
-        return cls(placement, geometry, estimate, transfer, sizes, settings)
+        chooses_rows = FORWARD_ROWS in config.rollout.schema.keys
+        return cls(placement, geometry, estimate, transfer, sizes, settings, chooses_rows=chooses_rows)
 
 
 @dataclass(eq=False)
@@ -214,7 +221,7 @@ def _settings(
     rows_at_once = min(slots, -(-sizes.num_samples // sizes.num_engine_devices))
     return Settings(
         micro_rows=geometry.micro_batch_size if budget is None else max(budget // tokens, 1),
-        forward_rows=config.rollout.get("forward_batch_size", int) or rows_at_once,
+        forward_rows=config.rollout.get(FORWARD_ROWS, int) or rows_at_once,
         recompute=fsdp is not None and fsdp.require("activation_checkpointing", bool),
         num_shards=num_shards,
         reshard=fsdp is None or fsdp.require("reshard_after_forward", bool),

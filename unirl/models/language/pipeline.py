@@ -81,6 +81,8 @@ class TokenPipeline(ABC, Generic[BundleT]):
         """Write the model, with `tensors` in place of its own, and its tokenizer as a directory of transformers."""
         network = self.bundle.untrained()
         replace_tensors(network, tensors)
+        # In a process group the library writes on rank 0 alone, but here each rank has a folder of its own.
+        vars(network)["should_save_on_this_rank"] = lambda is_main_process: True
         with quiet_libraries():
             network.save_pretrained(folder)
             self.bundle.codec.tokenizer.save_pretrained(folder)

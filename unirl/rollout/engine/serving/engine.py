@@ -104,6 +104,8 @@ class TokenServingEngine(DedicatedEngine):
         return CanaryResult(False, result.absdiff, result.relative)
 
     def move(self, asleep: bool) -> None:
+        if self.forwarder is None:
+            return  # the server has not started
         try:
             (self.server.sleep if asleep else self.server.wake_up)()
         except WeightsLostError:

@@ -12,8 +12,9 @@ from typing import ClassVar
 
 import msgspec
 
-from unirl.config.errors import EngineError, WeightsLostError
+from unirl.config.errors import EngineError, IncompatibleError, WeightsLostError
 from unirl.config.http import PROBE_TIMEOUT_S, HttpClient, Reply, RequestFailed, ServerBusy
+from unirl.distributed.group.rank import current
 from unirl.rollout.engine.serving.process import LOOPBACK, ServerProcess, free_port
 from unirl.rollout.engine.serving.server import TokenServer
 
@@ -38,6 +39,11 @@ class HttpTokenServer(TokenServer):
     """The path that answers 200 when the server is ready."""
 
     def __init__(self, access: ServerAccess) -> None:
+        if access.url is not None and current().world_size > 1:
+            raise IncompatibleError(
+                f"rollout.url={access.url} is one server, and {current().world_size} devices are to sample: each would "
+                "send weights to it. Leave rollout.url out, or sample on one device (placement.rollout)"
+            )
         self.access = access
         self.process: ServerProcess | None = None
         self._http: HttpClient | None = None

@@ -1,0 +1,93 @@
+"""The recorded comparison with the real package is about the messages that the engine sends and reads today."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+
+from scripts.check_engine_package import CLASSES, RECORD, distinct, requests_of_the_engine
+from tests import fake_servers
+from unirl.config.http import HttpClient
+from unirl.models.qwen3.family import Qwen3Bundle
+from unirl.rollout.engine.sglang_llm import messages
+from unirl.rollout.engine.sglang_llm.checksums import SentTensors
+
+SGLANG = json.loads(RECORD.read_text())["sglang_llm"]
+ANSWERS = SGLANG["live"]["answers"]
+READ_AS = {
+    "POST /generate": messages.Generated,
+    "POST /generate of given tokens": messages.Generated,
+    "POST /begin_weight_update": messages.Outcome,
+    "POST /update_weights_from_tensor": messages.Outcome,
+    "POST /end_weight_update": messages.Outcome,
+    "POST /weights_checker": messages.Checksums,
+    "POST /load_lora_adapter_from_tensors": messages.Outcome,
+    "POST /unload_lora_adapter": messages.Outcome,
+    "POST /update_weight_version": messages.Outcome,
+    "GET /server_info": messages.ServerInfo,
+    "GET /model_info": messages.ModelInfo,
+}
+
+
+def test_the_package_has_read_the_requests_that_the_engine_sends() -> None:
+    """Write the record anew with scripts/check_engine_package.py after a change of the messages."""
+    exchanges = requests_of_the_engine()
+    assert SGLANG["requests"] == json.loads(json.dumps(distinct(exchanges)))
+    assert set(SGLANG["requests_read"]) == {path for path in SGLANG["requests"] if path in CLASSES}
+
+
+@pytest.mark.parametrize("name", sorted(READ_AS))
+def test_the_engine_reads_the_answers_of_the_real_server(name) -> None:
+    recorded = ANSWERS[name]
+    read = msgspec.json.decode(json.dumps(recorded["body"]), type=READ_AS[name])
+    assert recorded["status"] == 200
+    assert set(READ_AS[name].__struct_fields__) >= set(msgspec.to_builtins(read))
+
+
+def shape_of(value: object) -> object:
+    """The keys and kinds of an answer, without its values. Numbers are one kind."""
+    if isinstance(value, dict):
+        return {key: shape_of(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [shape_of(value[0])] if value else []
+    return "number" if type(value) in (int, float) else type(value).__name__
+
+
+def test_the_fake_server_answers_with_the_keys_of_the_real_one() -> None:
+    """Values that the real server leaves empty in one recording, such as details of its cache, may differ."""
+    body, scored = (
+        messages.generate("r0", [1, 2, 3], {"max_new_tokens": 1, "temperature": 0.0}, None, tokens)
+        for tokens in (None, [4, 5])
+    )
+    with fake_servers.sglang() as url:
+        http = HttpClient(url, token=None, timeout_s=30.0, connections=1)
+        fakes = {
+            "POST /generate": http.request("POST", "/generate", content=json.dumps(body).encode()),
+            "POST /generate of given tokens": http.request("POST", "/generate", content=json.dumps(scored).encode()),
+            "POST /begin_weight_update": http.request("POST", "/begin_weight_update", content=b"{}"),
+            "POST /end_weight_update": http.request("POST", "/end_weight_update", content=b"{}"),
+            "POST /weights_checker": http.request("POST", "/weights_checker", content=b'{"action":"checksum"}'),
+        }
+    for name, reply in fakes.items():
+        ours, theirs = shape_of(json.loads(reply.body)), shape_of(ANSWERS[name]["body"])
+        assert isinstance(ours, dict) and isinstance(theirs, dict)
+        if "meta_info" in ours:
+            ours["meta_info"].pop("cached_tokens_details")
+            theirs["meta_info"].pop("cached_tokens_details")
+        assert ours == theirs
+
+
+def test_the_real_servers_checksums_are_those_that_the_engine_computes() -> None:
+    """The record has the checksums of the initial weights of the tiny model."""
+    sent = SentTensors(hashes_bytes=True)
+    for name, tensor in Qwen3Bundle(path="toy", dtype="fp32").untrained().named_parameters():
+        sent.add(name, tensor)
+    [rank] = SGLANG["live"]["initial_checksums"]
+    assert {name: sent.hashes[name].hexdigest()[:16] for name in sent.whole()} == rank
+
+
+def test_the_real_server_was_as_exact_as_two_forwards_in_fp32_are() -> None:
+    for result in SGLANG["live"]["results"].values():
+        assert max(result["largest_logp_differences"].values()) < 5e-6

@@ -1,0 +1,50 @@
+"""The loop with a server of tokens: a restart changes nothing, and a server that mixes up rows is caught."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests import fake_servers
+from tests.run_files import metrics_of
+from unirl.config.errors import ParityError
+from unirl.config.load import load
+from unirl.plan.preflight import preflight
+from unirl.rollout.engine.sglang_llm.server import SGLangServer
+from unirl.trainer.assemble import build_trainer
+
+TOY = ("rollout=sglang", "scale=toy", "num_rollouts=2", "tracking.sample_steps=0", "evaluation.eval_steps=0")
+
+
+def run(folder: Path, *overrides: str) -> None:
+    loaded = load("llm/quickstart", [*TOY, f"run.dir={folder}", *overrides])
+    preflight(loaded)
+    with build_trainer(loaded) as trainer:
+        trainer.train()
+
+
+def test_a_server_that_is_killed_within_a_step_changes_no_number_of_the_run(tmp_path, monkeypatch, capsys) -> None:
+    """The weights are sent to the new server, and the step's samples are made again with the same seeds."""
+    run(tmp_path / "unbroken")
+    complete, asked = SGLangServer.complete, []
+
+    def killing(server, request, params):
+        asked.append(request.id)
+        if len(asked) == 11:  # in the second step of 8 samples
+            os.killpg(server.process._process.pid, signal.SIGKILL)
+        return complete(server, request, params)
+
+    monkeypatch.setattr(SGLangServer, "complete", killing)
+    run(tmp_path / "killed")
+    assert metrics_of(tmp_path / "killed") == metrics_of(tmp_path / "unbroken")
+    assert len(set(asked)) == 16 < len(asked)
+    assert "step 2 samples again: SGLang ended and was restarted" in capsys.readouterr().err
+
+
+def test_exchanged_rows_stop_the_run_before_its_first_update(tmp_path) -> None:
+    with fake_servers.sglang("swap-rows") as url, pytest.raises(ParityError):
+        run(tmp_path, f"rollout.url={url}", "parity.stop=1")
+    assert not (tmp_path / "metrics.jsonl").exists() or metrics_of(tmp_path) == []

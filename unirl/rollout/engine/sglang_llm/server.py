@@ -1,0 +1,408 @@
+"""A SGLang server (SRT, 0.5.23) of one language model: its command line, its requests, and the weights that it gets."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+from unirl.config.errors import EngineError, IncompatibleError, InvalidValueError, SyncError
+from unirl.config.http import PROBE_TIMEOUT_S, Reply, RequestFailed, ServerBusy
+from unirl.distributed.weight_sync.base import WeightLayout
+from unirl.models.language.pipeline import TextPipeline
+from unirl.rollout.engine.serving.http_server import HttpTokenServer, ServerAccess, shown
+from unirl.rollout.engine.serving.process import LOOPBACK
+from unirl.rollout.engine.serving.server import ProbeResult, TokenAnswer, TokenRequest
+from unirl.rollout.engine.sglang_llm import messages
+from unirl.rollout.engine.sglang_llm.checksums import ChecksumProof, SentTensors
+from unirl.rollout.engine.sglang_llm.names import checkpoint_names, wire_names
+from unirl.types.sampling import ARSamplingParams
+
+PROBED_TOKENS = 32
+"""The most likely tokens after a prompt, whose log-probs the probe compares."""
+PROBE_TEMPERATURES = (0.0, 2.0)
+"""Log-probs are compared at these temperatures. Those of 0 (greedy) are those of 1."""
+SEEDED = ARSamplingParams(max_new_tokens=16, temperature=5.0)
+"""Almost uniform draws, for the check of seeds."""
+FLUSH_S = 60
+"""Seconds that requests have to end before the server goes to sleep."""
+OWN_ARGUMENTS = (
+    *("model-path", "host", "port", "dtype", "device", "base-gpu-id", "tp-size", "mem-fraction-static"),
+    *("context-length", "enable-deterministic-inference", "enable-memory-saver", "enable-weights-cpu-backup"),
+    *("enable-lora", "max-lora-rank", "lora-target-modules", "max-loaded-loras", "max-loras-per-batch"),
+)
+"""Arguments of the server that this file sets."""
+Program = Literal["sglang", "fake"]
+AnswerT = TypeVar("AnswerT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGLangSettings:
+    """Settings of a server, as `SGLangLLMRolloutEngine` documents them."""
+
+    program: Program
+    tp_size: int
+    mem_fraction_static: float | None
+    context_length: int | None
+    deterministic: bool
+    enable_memory_saver: bool
+    engine_args: Mapping[str, object]
+    env: Mapping[str, str]
+    concurrency: int
+
+    def words(self) -> list[str]:
+        """The arguments of `engine_args`. True is a flag, a list has several values; null and false are left out."""
+        words: list[str] = []
+        for name, value in self.engine_args.items():
+            option = name.replace("_", "-").removeprefix("--")
+            if option in OWN_ARGUMENTS:
+                raise InvalidValueError(
+                    f"rollout.engine_args sets {name}, which the engine sets itself: leave it out, and use the "
+                    "settings of rollout, bundle and backend.lora_cfg"
+                )
+            if value is None or value is False:
+                continue
+            words.append(f"--{option}")
+            words += [] if value is True else [str(each) for each in (value if isinstance(value, list) else [value])]
+        return words
+
+
+class SGLangServer(HttpTokenServer):
+    """A process of `sglang.launch_server`, or a server that runs at `rollout.url`."""
+
+    name: ClassVar[str] = "SGLang"
+    health: ClassVar[str] = "/ready"
+
+    def __init__(
+        self, pipeline: TextPipeline[Any], folder: Path, access: ServerAccess, settings: SGLangSettings
+    ) -> None:
+        """
+        Args:
+            folder: gets the files of a tiny model, which has none of its own, and is removed at the end.
+        """
+        super().__init__(access)
+        self._remove = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self.pipeline = pipeline
+        self.folder = folder
+        self.settings = settings
+        self.concurrency = settings.concurrency
+        self.extra_words = settings.words()
+        self.layout: WeightLayout | None = None
+        self.root = folder
+        self.wire: Mapping[str, str] = {}
+        """Tensor of the layout to its name in requests."""
+        self.info: messages.ServerInfo | None = None
+        self.proof = ChecksumProof(self.name)
+        self.sent = SentTensors(hashes_bytes=False)
+        """The tensors of the transfer that is under way."""
+        self.adapter_tensors: dict[str, Tensor] = {}
+        """The adapter that is under way, by the names of its tensors in requests."""
+        self.adapter: str | None = None
+        """The adapter that requests name."""
+        self.weights_name = ""
+        self.is_updating = False
+        """True from /begin_weight_update to /end_weight_update."""
+        self.has_checked_seeds = False
+        self.asleep: Sequence[Mapping[str, str]] = ()
+        """The checksums of the weights when it went to sleep."""
+
+    # The process
+
+    def prepare(self, layout: WeightLayout) -> None:
+        bundle = self.pipeline.bundle
+        if bundle.path in bundle.toys:
+            self.root = self.folder / "base"
+            if not self.root.exists():
+                self.pipeline.write_model({}, self.root)
+        else:
+            self.root = bundle.directory_of(bundle.path, bundle.revision)
+        self.layout = layout
+        self.wire = wire_names(layout, checkpoint_names(self.root, bundle.family))
+
+    def words(self, python: str, port: int) -> list[str]:
+        own = ["--port", str(port), "--dtype", self._dtype]
+        if self.settings.program == "fake":
+            fake = [sys.executable, "-m", "unirl.cli", "engines", "fake", "--engine", "sglang_llm"]
+            return [*fake, "--path", str(self.root), *own, "--", *self._flags(), *self.extra_words]
+        launch = [python, "-m", "sglang.launch_server", "--model-path", str(self.root), "--host", LOOPBACK]
+        return [*launch, *own, *self._flags(), *self.extra_words]
+
+    @property
+    def _dtype(self) -> str:
+        return str(self.pipeline.bundle.dtype).removeprefix("torch.")
+
+    def _flags(self) -> list[str]:
+        """The arguments that follow from the settings, the device and the trained adapters."""
+        settings, device, layout = self.settings, self.pipeline.bundle.device, self.layout
+        flags = ["--tp-size", str(settings.tp_size)]
+        if device.type == "cpu":
+            flags += ["--device", "cpu"]
+        elif device.index:
+            flags += ["--base-gpu-id", str(device.index)]
+        if settings.mem_fraction_static is not None:
+            flags += ["--mem-fraction-static", str(settings.mem_fraction_static)]
+        if settings.context_length is not None:
+            flags += ["--context-length", str(settings.context_length)]
+        if settings.deterministic:
+            flags += ["--enable-deterministic-inference"]
+        if settings.enable_memory_saver:
+            flags += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
+        if layout is not None and layout.adapter is not None:
+            modules = messages.module_names(layout.adapter.targets)
+            flags += ["--enable-lora", "--max-lora-rank", str(layout.adapter.rank), "--lora-target-modules", *modules]
+            # A new adapter is loaded before the former one is unloaded. The second place is that of the base model.
+            flags += ["--max-loaded-loras", "2", "--max-loras-per-batch", "2"]
+        return flags
+
+    def env(self) -> Mapping[str, str]:
+        return {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads()), **self.settings.env}
+
+    def check_ready(self) -> None:
+        info = self.info = self._get("/server_info", messages.ServerInfo)
+        model, family = self._get("/model_info", messages.ModelInfo), self.pipeline.bundle.family.name
+        has_lora = self.layout is not None and self.layout.adapter is not None
+        if model.model_type not in (None, family):
+            self._mismatch(
+                f"serves a model of type {model.model_type} ({model.model_path}), not {family}", str(self.root)
+            )
+        if info.dtype not in (self._dtype, "auto"):
+            self._mismatch(f"computes in {info.dtype}, and bundle.dtype is {self._dtype}", f"--dtype {self._dtype}")
+        if info.dp_size != 1:
+            self._mismatch(f"has dp_size={info.dp_size}: it cannot take over weights", "--dp-size 1")
+        if self.settings.deterministic and not info.enable_deterministic_inference:
+            self._mismatch(
+                "ignores seeds, so that the run is not reproducible (or set rollout.deterministic=false)",
+                "--enable-deterministic-inference",
+            )
+        if has_lora and not info.enable_lora:
+            self._mismatch("cannot load adapters", "--enable-lora with --max-lora-rank and --lora-target-modules")
+
+    def _mismatch(self, what: str, wanted: str) -> None:
+        where = f"at rollout.url={self.access.url}" if self.access.url else "that was started"
+        raise IncompatibleError(f"the {self.name} server {where} {what}. Start it with {wanted}")
+
+    def restore(self) -> bool:
+        self.is_updating, self.adapter = False, None
+        self.proof = ChecksumProof(self.name)
+        return not self.weights_name
+
+    # Responses
+
+    def complete(self, request: TokenRequest, params: ARSamplingParams) -> TokenAnswer:
+        if params.min_new_tokens > 0:
+            raise IncompatibleError(
+                f"sampling.min_new_tokens={params.min_new_tokens}: {self.name} then reports log-probs without the end "
+                "tokens, which are those of another policy than the trained one. Set sampling.min_new_tokens=0"
+            )
+        row = self._generate(request.id, request.prompt, params, request.seed)
+        logps = [float("nan") if logp is None else logp for logp, _, _ in row.meta_info.output_token_logprobs]
+        return TokenAnswer(row.output_ids, logps, row.meta_info.weight_version)
+
+    def _generate(
+        self,
+        id: str,
+        prompt: Sequence[int],
+        params: ARSamplingParams,
+        seed: int,
+        scored: Sequence[int] | None = None,
+    ) -> messages.Generated:
+        """The checked answer to one request, in one attempt. See `TokenServer.complete`."""
+        ends = self.pipeline.bundle.codec.ends
+        sampling = messages.sampling_params(params, ends, seed if self.settings.deterministic else None)
+        rid = f"{id}-{secrets.token_hex(4)}"  # the former attempt at this response may still be running
+        try:
+            reply = self.post("/generate", messages.generate(rid, prompt, sampling, self.adapter, scored))
+        except RequestFailed:
+            self._abort(rid)
+            raise
+        row = self._read(reply, messages.Generated)
+        meta = row.meta_info
+        if meta.finish_reason.type == "abort":
+            raise RequestFailed(f"the server aborted {id}: {meta.finish_reason.message}")
+        if meta.id != rid or row.prompt_token_ids != list(prompt):
+            raise EngineError(f"{self.name} answered {id} with the response to another request, {meta.id}")
+        scored_tokens = [token for _, token, _ in meta.output_token_logprobs]
+        if scored_tokens != row.output_ids or meta.completion_tokens != len(row.output_ids):
+            raise EngineError(
+                f"{self.name}: its answer to {id} counts {meta.completion_tokens} tokens, and has the tokens "
+                f"{row.output_ids[:8]}... ({len(row.output_ids)}) with log-probs of {scored_tokens[:8]}... "
+                f"({len(scored_tokens)})"
+            )
+        versions = {span.version for span in meta.weight_versions} | {meta.weight_version}
+        if len(versions) > 1:
+            raise SyncError(
+                f"{self.name} sampled {id} from several weights, {', '.join(sorted(versions))}: another program sent "
+                "weights to the same server meanwhile. Give each run its own server"
+            )
+        return row
+
+    def _abort(self, rid: str) -> None:
+        """Ask the server to drop a request whose answer will not be read. It may be gone, and then has none."""
+        with suppress(RequestFailed, ServerBusy, EngineError):
+            self.post("/abort_request", {"rid": rid}, timeout_s=PROBE_TIMEOUT_S)
+
+    # Weights
+
+    def begin_weights(self, name: str) -> None:
+        self.weights_name, self.has_lost_weights = name, False
+        self.adapter_tensors = {}
+        self.sent = SentTensors(hashes_bytes=self._info.device == "cpu")
+        if self._sends_adapter:
+            return
+        if self.is_updating:  # a transfer that was broken off
+            self._change("/end_weight_update", {})
+        try:
+            self._change("/begin_weight_update", {"selector": "all"})
+        except EngineError as error:
+            raise SyncError(
+                f"{error}. If a transfer is open already, another run uses this server, or was killed during one: give "
+                "each run its own server, and restart this one"
+            ) from error
+        self.is_updating = True
+
+    def send_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        named = {self.wire[name]: tensor for name, tensor in tensors.items()}
+        if self._sends_adapter:
+            self.adapter_tensors |= messages.copied(named)
+            return
+        for name, tensor in named.items():
+            self.sent.add(name, tensor)
+        body = messages.weights_from_tensors(named, self.weights_name, self._info.tp_size)
+        self._change("/update_weights_from_tensor", body)
+
+    def end_weights(self) -> None:
+        if self._sends_adapter:
+            self._replace_adapter()
+        else:
+            self._change("/end_weight_update", {})
+            self.is_updating = False
+            self.proof.check(self.sent, self._checksums())
+        version = self._get("/model_info", messages.ModelInfo).weight_version
+        if version != self.weights_name:
+            raise SyncError(
+                f"the weights {self.weights_name!r} were sent, and {self.name} says that it has {version!r}: another "
+                "program sent weights to the same server meanwhile. Give each run its own server"
+            )
+
+    def _replace_adapter(self) -> None:
+        """Load the adapter under the name of the weights, and unload the former one."""
+        assert self.layout is not None and self.layout.adapter is not None, "prepare comes first"
+        former, name = self.adapter, self.weights_name
+        tp_size = self._info.tp_size
+        self._change(
+            "/load_lora_adapter_from_tensors",
+            messages.adapter_from_tensors(self.adapter_tensors, name, self.layout.adapter, tp_size),
+        )
+        self.adapter, self.adapter_tensors = name, {}
+        if former is not None:
+            self._change("/unload_lora_adapter", {"lora_name": former})
+        self._change("/update_weight_version", {"new_version": name, "abort_all_requests": False})
+
+    @property
+    def _sends_adapter(self) -> bool:
+        return self.layout is not None and self.layout.payload == "adapter"
+
+    @property
+    def _info(self) -> messages.ServerInfo:
+        assert self.info is not None, "start comes first"
+        return self.info
+
+    def _checksums(self) -> list[Mapping[str, str]]:
+        """The checksums of the server's weights, for each tensor-parallel rank."""
+        reply = self.insist_on("/weights_checker", {"action": "checksum"})
+        return [rank.checksums for rank in self._read(reply, messages.Checksums).ranks]
+
+    def _change(self, path: str, body: messages.Body) -> None:
+        """A request that changes the server. Raises SyncError if it reports that it failed."""
+        outcome = self._read(self.insist_on(path, body), messages.Outcome)
+        if not outcome.success:
+            raise SyncError(f"{self.name}: {path} failed: {outcome.message or outcome.error_message}")
+
+    # Checks of what it computes
+
+    def probe(self, prompts: Sequence[Sequence[int]], logits: Tensor) -> ProbeResult:
+        """Compares the log-probs of likely tokens, and at first checks that seeds are kept."""
+        if self.settings.deterministic and not self.has_checked_seeds:
+            self._check_seeds(prompts[0])
+            self.has_checked_seeds = True
+        gaps = [
+            self._gaps(prompt, row.double(), temperature)
+            for prompt, row in zip(prompts, logits, strict=True)
+            for temperature in PROBE_TEMPERATURES
+        ]
+        gap = torch.cat(gaps)
+        scale = float(logits.double().square().mean().sqrt())
+        return ProbeResult(float(gap.abs().max()), float(gap.square().mean().sqrt()) / scale)
+
+    def _gaps(self, prompt: Sequence[int], logits: Tensor, temperature: float) -> Tensor:
+        """Differences between the server's log-probs of the token after a prompt and those of `logits` [V]."""
+        likely = logits.topk(min(PROBED_TOKENS, len(logits))).indices.tolist()
+        params = ARSamplingParams(max_new_tokens=1, temperature=temperature)
+        row = self.insist("to a probe", lambda: self._generate("probe", prompt, params, 0, likely))
+        scores = [*(row.meta_info.output_token_ids_logprobs or [[]])[0], *row.meta_info.output_token_logprobs]
+        if len(scores) != len(likely) + 1:
+            raise EngineError(f"{self.name} was asked for {len(likely)} log-probs, and reports {len(scores) - 1}")
+        tokens = torch.tensor([token for _, token, _ in scores])
+        theirs = torch.tensor([float("nan") if logp is None else logp for logp, _, _ in scores], dtype=torch.float64)
+        return theirs - (logits / (temperature or 1.0)).log_softmax(0)[tokens]
+
+    def _check_seeds(self, prompt: Sequence[int]) -> None:
+        """Raises EngineError unless equal seeds give equal responses and another seed gives another one."""
+
+        def sampled(seed: int) -> list[int]:
+            return self.insist("to a probe", lambda: self._generate("seed", prompt, SEEDED, seed)).output_ids
+
+        first, again, other = sampled(1), sampled(1), sampled(2)
+        if first != again or first == other:
+            what = "gives two responses for one seed" if first != again else "gives one response for two seeds"
+            raise EngineError(
+                f"{self.name} ignores seeds: it {what}. A run would not be reproducible. Start the server with "
+                "--enable-deterministic-inference, or set rollout.deterministic=false"
+            )
+
+    # Sleep
+
+    def sleep(self) -> None:
+        self.recover()
+        if not (self._info.enable_memory_saver and self._info.enable_weights_cpu_backup):
+            raise IncompatibleError(
+                f"{self.name} cannot make room for the trainer, with which it shares devices: set "
+                "rollout.enable_memory_saver=true (a server at rollout.url: --enable-memory-saver and "
+                "--enable-weights-cpu-backup), or give it devices of its own with placement.rollout"
+            )
+        self.insist_on(f"/flush_cache?timeout={FLUSH_S}", {})  # it may not sleep while it answers
+        self.asleep = self._checksums()
+        self.post_once("/release_memory_occupation", {})
+
+    def wake_up(self) -> None:
+        self.recover()
+        self.post_once("/resume_memory_occupation", {})
+        if self._checksums() != self.asleep:
+            raise SyncError(f"{self.name} has other weights after its sleep than before: see {self.access.log}")
+
+    def stop(self) -> None:
+        super().stop()
+        self._remove()
+
+    # Reading
+
+    def _get(self, path: str, kind: type[AnswerT]) -> AnswerT:
+        reply = self.insist(f"to {path}", lambda: self.http.request("GET", path))
+        return self._read(reply, kind)
+
+    def _read(self, reply: Reply, kind: type[AnswerT]) -> AnswerT:
+        """The body of a reply. Raises EngineError if it is no `kind`."""
+        try:
+            return msgspec.json.decode(reply.body, type=kind)
+        except msgspec.DecodeError as error:
+            raise EngineError(f"{self.name}: an answer cannot be read: {error}: {shown(reply)}") from error

@@ -12,6 +12,7 @@ from torch import nn
 _COMPUTE_DTYPE = "unirl_compute_dtype"
 """The attribute of a trained module whose parameters are stored in another dtype than that in which it computes."""
 
+
 def dtype_in(kind: type[nn.Module], name: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype of a parameter of class `kind` in a network that is loaded in `dtype`. `name` is relative to `kind`."""
     return torch.float32 if _words(kind, dtype).intersection(name.split(".")) else dtype

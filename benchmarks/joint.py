@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python benchmarks/joint.py [--pairs 10] [--cases bagel] [--clock wall|cpu] [--json out.json]
 
-`train_tracks` of a recipe at toy scale, whose network is made wider so that a pass takes tens of milliseconds, is
-compared with the network calls that it makes: on the same inputs, track by track, forward and backward of each, then one
-gradient clip and one AdamW step. The rollout, which is sampled once, is not measured.
+`train_tracks` of a recipe at toy scale, whose network is made wider so that a pass takes at least tens of milliseconds,
+is compared with the network calls that it makes: on the same inputs, track by track, forward and backward of each, then
+one gradient clip and one AdamW step. The rollout, which is sampled once, is not measured.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ from torch import Tensor, nn
 
 from unirl.config.load import load
 from unirl.models.bagel.family import BAGEL
-from unirl.models.loading.checkpoint import DiffusersFamily
 from unirl.models.hunyuan_image3.family import HUNYUAN_IMAGE3
+from unirl.models.loading.checkpoint import DiffusersFamily
 from unirl.trainer.assemble import build_trainer
 from unirl.trainer.learner import Learner
 from unirl.types.rollout_resp import RolloutResp
@@ -154,7 +155,8 @@ def main(pairs: int, clock: str, chosen: list[str], path: str | None) -> None:
     results: list[Ratio] = []
     for case in CASES:
         if not chosen or any(word in case.name for word in chosen):
-            results.append(measure(case, pairs, clock))
+            with redirect_stdout(StringIO()):  # the console of the run
+                results.append(measure(case, pairs, clock))
             show(results[-1])
             if path:
                 write(results, path)  # the results so far

@@ -114,7 +114,9 @@ def test_two_ranks_train_as_one(policy: Any, lora: bool) -> None:
         if policy is images:
             assert np.array_equal(shared[0], alone[0])  # before the first update the weights are equal to the bit
         assert weights.keys() == shared[-1].keys()
-        assert all(np.abs(value - shared[-1][name]).max() < 1e-4 for name, value in weights.items())
+        # AdamW divides by the size of a gradient, so an element whose gradient is rounding alone moves by a part of the
+        # learning rate, 1e-2.
+        assert all(np.abs(value - shared[-1][name]).max() < 3e-4 for name, value in weights.items())
         assert min(number for number in numbers if isinstance(number, float)) > 0
 
 

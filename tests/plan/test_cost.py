@@ -13,6 +13,7 @@ from unirl.plan.cost import (
     collective,
     engine_bytes,
     gather_work,
+    generate_work,
     memory_table,
     phase_time,
     reduce_work,
@@ -109,6 +110,19 @@ def test_a_step_cache_keeps_three_numbers_per_token_and_channel_of_a_forward():
     rows = on.settings.forward_rows * on.sizes.network_rows
     assert before == 0
     assert after == pytest.approx(3 * rows * network.tokens * network.width * 2 / 2**30)
+
+
+def test_a_mixture_of_experts_copies_their_weights_in_every_forward():
+    """HunyuanImage-3 has 32 layers of 64 experts, each with two matrices of width 4096 and one of width 3072."""
+    run = sized("unified_model/hi3_trainside")
+    expert = 3 * 4096 * 3072
+    one_copy = 64 * 2 * 4096 * 3072 * 2 / 2**30
+    rows = {row.name: row.gib for row in memory_table(run.sizes, run.settings, resident_parts(run.placement))}
+    assert rows["copied weights of experts, sampling"]["sample"] == pytest.approx(one_copy)
+    assert rows["copied weights of experts"]["train"] == rows["copied weights of experts"]["anchors"] == one_copy
+    without = replace(run.sizes, network=replace(run.sizes.network, copied_parameters=0))
+    more = generate_work(run.sizes, run.settings).traffic - generate_work(without, run.settings).traffic
+    assert more == pytest.approx(run.sizes.num_steps * 32 * 64 * expert * 2 * 2)  # read and written, in bf16
 
 
 def test_an_engine_in_eight_bits_halves_the_weights_of_its_blocks():

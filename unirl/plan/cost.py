@@ -105,6 +105,8 @@ class Network:
     num_blocks: int
     active_parameters: int  # that one row needs
     idle_parameters: int = 0  # of these, that one token does not run
+    copied_parameters: int = 0  # that every forward pass copies
+    copied_at_once: int = 0  # of these, in one copy
     cache_width: int = 0  # numbers that sampling caches per token
     prompt_tokens: int = 0  # of a language model
     vocabulary: int = 0
@@ -280,6 +282,9 @@ def _training(sizes: Sizes, settings: Settings) -> Iterator[Item]:
         yield "gathered blocks", "policy", whole * fraction, ("anchors", "train")
     elif sizes.full_training and sizes.dtype_bytes < MASTER_BYTES:
         yield "casts of the weights", "policy", whole, ("anchors", "train")
+    # The backward pass has the gradients of the copied weights as well, if these are trained.
+    copied = network.copied_at_once * sizes.dtype_bytes
+    yield "copied weights of experts", "policy", copied * (1 + sizes.full_training), ("anchors", "train")
     rows = settings.micro_rows * sizes.trained_rows * sizes.steps_per_forward
     per_channel = rows * network.tokens * network.width * sizes.dtype_bytes
     one_block = per_channel * ACTIVATION_BYTES_PER_BLOCK
@@ -308,6 +313,8 @@ def _sampling(sizes: Sizes, settings: Settings) -> Iterator[Item]:
     always = settings.keep_resident
     yield "encoders", frozen, sizes.encoder_parameters * sizes.dtype_bytes, MOMENTS if always else ("encode",)
     yield "VAE", frozen, sizes.vae_parameters * sizes.decoding.dtype_bytes, MOMENTS if always else ("decode",)
+    copied = network.copied_at_once * sizes.dtype_bytes
+    yield "copied weights of experts, sampling", part, copied, ("sample",)
     rows = settings.forward_rows * sizes.network_rows / settings.guidance_passes
     # A language model reads the prompts, some at a time, and then one token of each response.
     at_once = max(PREFILL_TOKENS, network.tokens) if network.cache_width else rows * network.tokens
@@ -428,7 +435,7 @@ def forward_work(sizes: Sizes, settings: Settings, rows: float) -> Work:
     traffic = rows * network.layer_numbers * sizes.dtype_bytes * (TRAFFIC + CAST_TRAFFIC * has_casts) * saved
     launches = network.num_layers * (LAUNCHES_PER_LAYER + CASTS_PER_LAYER * has_casts)
     launches += network.num_adapted * LAUNCHES_PER_ADAPTER
-    weights = network.active_parameters * sizes.dtype_bytes
+    weights = (network.active_parameters + 2 * network.copied_parameters) * sizes.dtype_bytes
     return Work(flops, flops, traffic=traffic + weights, launches=launches * saved)
 
 
@@ -502,7 +509,7 @@ def tokens_work(sizes: Sizes, settings: Settings, rows: float) -> Work:
     prefill = 2.0 * run * network.prompt_tokens * rows
     flops = 2.0 * run * slots
     context = network.prompt_tokens + sizes.num_steps / 2
-    read = network.active_parameters + slots * context * network.cache_width
+    read = network.active_parameters + 2 * network.copied_parameters + slots * context * network.cache_width
     launches = LAUNCHES_PER_TOKEN_LAYER * network.num_layers * (COMPILED if settings.compiled else 1.0)
     token = Work(flops, flops, traffic=read * sizes.dtype_bytes, launches=launches) + casts_work(sizes, settings)
     return Work(prefill, prefill) + token.times(sizes.num_steps * rows / slots)

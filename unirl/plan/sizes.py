@@ -346,6 +346,8 @@ def _network(estimate: ModelEstimate, sampling: Sampling, rank: int, targets: It
         num_blocks=estimate.num_blocks // estimate.num_experts,
         active_parameters=estimate.parameters[facts.trainable_attr] // estimate.num_experts,
         idle_parameters=estimate.idle_parameters,
+        copied_parameters=estimate.copied_parameters,
+        copied_at_once=estimate.copied_at_once,
         cache_width=estimate.cache_width,
         prompt_tokens=sampling.max_prompt_tokens if isinstance(sampling, ARSamplingParams) else 0,
         vocabulary=0 if language is None else language.vocab_size,

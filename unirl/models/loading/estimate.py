@@ -95,6 +95,10 @@ class ModelEstimate:
     """Numbers in tables of the trained module that are no parameters, such as positions."""
     idle_parameters: int = 0
     """Parameters of the trained module that a token does not run: those of the experts that it is not routed to."""
+    copied_parameters: int = 0
+    """Parameters that every forward pass copies: those of experts, for grouped products."""
+    copied_at_once: int = 0
+    """Parameters of the largest of these copies, of which one exists at a time."""
     kept_in_fp32: int = 0
     """Parameters of the trained module that stay in fp32 in any dtype."""
     num_blocks: int

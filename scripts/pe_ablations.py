@@ -34,14 +34,14 @@ TRAINED = {
     "[ar]": "only the rewriter (`trained=[ar]`)",
     "[diffusion]": "only the diffusion model (`trained=[diffusion]`)",
 }
-"""The setting `trained`, and its name in the table."""
+"""The values of the setting `trained`, and their names in the table."""
 SHOWN = ("eval/reward_mean", "eval/reward_stderr", "eval/exact_mean")
 
 Report = dict[str, Any]
 
 
 def measured(report: Report) -> Report:
-    """The report with the runs that it lacks, each written when it ends."""
+    """Run the trials that the report lacks, write the report after each of them, and return it."""
     done = {(trial["trained"], trial["seed"]) for trial in report["trials"]}
     for trained in TRAINED:
         for seed in SEEDS:
@@ -56,7 +56,7 @@ def measured(report: Report) -> Report:
 
 
 def table(report: Report) -> str:
-    """The rows of a report as Markdown, with the circumstances under them."""
+    """The report as a Markdown table, followed by the date, the commit and the number of cores."""
     trials = sorted(report["trials"], key=lambda trial: (list(TRAINED).index(trial["trained"]), trial["seed"] != 42))
     steps = [int(evaluation["step"]) for evaluation in trials[0]["evaluations"]]
     between = " | ".join(f"after {step} steps" for step in steps[1:])
@@ -72,20 +72,20 @@ def table(report: Report) -> str:
 
 
 def _path(evaluations: Sequence[dict[str, float]]) -> str:
-    """Cells: the reward of each evaluation, and how the share of images with both attributes right changed."""
+    """The cells of a trial: the reward of each evaluation, and the first and last share of images that are right."""
     rewards = [f"{each['eval/reward_mean']:.3f} +- {each['eval/reward_stderr']:.3f}" for each in evaluations]
     first, last = (evaluations[at]["eval/exact_mean"] for at in (0, -1))
     return " | ".join([*rewards, f"{first:.3f} -> {last:.3f}"])
 
 
 def with_table(page: str, report: Report) -> str:
-    """The page with the table of the report between the two comments."""
+    """The page, with the table of the report in place of the text between the two comments."""
     head, rest = page.split(BEGIN)
     return f"{head}{BEGIN}\n{table(report)}\n{END}{rest.split(END)[1]}"
 
 
 def smallest_rise(report: Report) -> float:
-    """Of the seeds with both policies trained, the smallest rise of the held-out reward."""
+    """The smallest rise of the held-out reward among the seeds with which both policies are trained."""
     rewards = [
         [each["eval/reward_mean"] for each in trial["evaluations"]]
         for trial in report["trials"]

@@ -14,10 +14,11 @@ from torch.nn.functional import linear, silu
 from torch.utils.flop_counter import FlopCounterMode
 
 from unirl.config.errors import DataError
-from unirl.models.bagel.family import BagelBundle, BagelDenoiser, BagelPipeline
+from unirl.models.bagel.family import THINK_INSTRUCTION, BagelBundle, BagelPipeline
 from unirl.models.bagel.network import Config
 from unirl.models.denoising.embeddings import ConditionImages
 from unirl.models.denoising.stage import DiffusionStage
+from unirl.models.language.packing import prompt_tokens
 from unirl.models.language.pipeline import transformers_logp
 from unirl.models.language.stage import ARStage
 from unirl.models.loading.estimate import Lengths, forward_flops
@@ -178,7 +179,7 @@ def test_the_velocity_in_bf16_is_that_of_float32_up_to_rounding(noised: BagelPip
     x, sigma = latents(noised), torch.tensor([1.0, 0.7, 0.31, 0.05])
     conditions, guidance = noised.encode(TEXTS, PARAMS), noised.facts.guidance
     network = deepcopy(noised.bundle.trainable()) if wide else deepcopy(noised.bundle.trainable()).bfloat16()
-    denoiser = BagelDenoiser(network, noised.facts, noised.bundle.marks)
+    denoiser = noised.bundle.with_network(network).denoiser()
     with torch.no_grad():
         expected = noised.stage.velocity(x, sigma, conditions, guidance)
         stage = DiffusionStage(denoiser, noised.facts, torch.bfloat16)
@@ -196,8 +197,8 @@ def test_prompts_stand_between_the_published_tokens_and_the_unconditional_pass_h
     negative = conditions["negative_text"]
     assert isinstance(negative, PromptTokens)
     assert negative.lengths.tolist() == [0, 0, 0] and negative.next_position.tolist() == [0, 0, 0]
-    [answer] = rows_of(toy.bundle.writing_prompts(["ab"]))
-    assert toy.bundle.codec.spell(answer) == "<|im_start|>ab<|im_end|><|im_start|>"
+    think = toy.bundle.codec.spell(toy.writing_prompt("think", "ab", {}))
+    assert think == f"<|im_start|>{THINK_INSTRUCTION}<|im_end|><|im_start|>ab<|im_end|><|im_start|>"
 
 
 def test_the_places_of_latents_have_the_sine_and_cosine_embeddings_of_column_and_row(toy: BagelPipeline) -> None:
@@ -271,7 +272,8 @@ def qwen3_with_the_same_weights(bundle: BagelBundle) -> torch.nn.Module:
 def test_log_probs_of_text_equal_those_of_transformers_and_of_sampling(noised: BagelPipeline) -> None:
     stage = noised.bundle.stage_of("text")
     assert isinstance(stage, ARStage)
-    conditions, ids = {"prompt": noised.bundle.writing_prompts(TEXTS)}, [f"r{i}" for i in range(4)]
+    prompts = [noised.writing_prompt("think", text, {}) for text in TEXTS]
+    conditions, ids = {"prompt": prompt_tokens(prompts)}, [f"r{i}" for i in range(4)]
     noise = NoiseSource(0, "r", 0)
     segment = stage.sample(conditions, WRITING, noise, ids, slots=4)
     for slots in (1, 3):

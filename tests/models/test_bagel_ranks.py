@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from torch import Tensor
 
-from tests.train.ranks import run_ranks
-from unirl.distributed import current
+from tests.train.ranks import assert_two_ranks_train_as_one, gathered, own
 from unirl.models.bagel.family import BagelBundle, BagelPipeline
 from unirl.models.chunks import select_conditions
+from unirl.models.language.packing import prompt_tokens
 from unirl.models.language.stage import ARStage
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.sde.noise import NoiseSource
@@ -43,12 +40,6 @@ def trained(lora: bool, text: bool) -> tuple[BagelPipeline, FSDPBackend]:
     return pipeline, backend
 
 
-def own(count: int) -> list[int]:
-    """The rows of this rank."""
-    share = count // current().dp_size
-    return list(range(current().dp_rank * share, (current().dp_rank + 1) * share))
-
-
 def images(lora: bool) -> list[Any]:
     """Two updates on replayed steps: the log-probs, the norms of the gradients, and the trained weights."""
     pipeline, backend = trained(lora, text=False)
@@ -70,8 +61,9 @@ def texts(lora: bool) -> list[Any]:
     pipeline, backend = trained(lora, text=True)
     stage = pipeline.bundle.stage_of("text")
     assert isinstance(stage, ARStage)
-    conditions, ids = {"prompt": pipeline.bundle.writing_prompts(TEXTS)}, [f"r{i}" for i in range(4)]
-    other = BagelBundle(path="toy", dtype="fp32").text_stage()
+    prompts = [pipeline.writing_prompt("think", text, {}) for text in TEXTS]
+    conditions, ids = {"prompt": prompt_tokens(prompts)}, [f"r{i}" for i in range(4)]
+    other = BagelBundle(path="toy", dtype="fp32").text_stage("text")
     segment = other.sample(conditions, WRITING, NoiseSource(0, "r", 0), ids, slots=4)
     mine = own(4)
     some, rows = select_conditions(conditions, mine), segment.select(mine)
@@ -84,25 +76,7 @@ def texts(lora: bool) -> list[Any]:
     return [*result, dict(backend.gather())]
 
 
-def gathered(rows: Tensor) -> Tensor:
-    """The rows of all ranks, in order."""
-    if current().dp_size == 1:
-        return rows
-    parts = [torch.empty_like(rows) for _ in range(current().dp_size)]
-    torch.distributed.all_gather(parts, rows.contiguous())
-    return torch.cat(parts)
-
-
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 @pytest.mark.parametrize("policy", [images, texts], ids=["images", "texts"])
 def test_two_ranks_train_as_one(policy: Any, lora: bool) -> None:
-    [alone] = run_ranks(1, policy, lora)
-    for shared in run_ranks(2, policy, lora):
-        *numbers, weights = alone
-        for first, second in zip(numbers, shared[:-1], strict=True):
-            np.testing.assert_allclose(second, first, rtol=1e-5, atol=1e-6)
-        if policy is images:
-            assert np.array_equal(shared[0], alone[0])  # before the first update the weights are equal to the bit
-        assert weights.keys() == shared[-1].keys()
-        assert all(np.abs(value - shared[-1][name]).max() < 1e-4 for name, value in weights.items())
-        assert min(number for number in numbers if isinstance(number, float)) > 0
+    assert_two_ranks_train_as_one(policy, lora, same_bits=policy is images)

@@ -18,7 +18,7 @@ from unirl.config.errors import DataError
 from unirl.models.denoising.embeddings import ConditionImages
 from unirl.models.denoising.stage import DiffusionStage
 from unirl.models.hunyuan_image3.checkpoint import FIRST_VERSION
-from unirl.models.hunyuan_image3.family import HunyuanImage3Bundle, HunyuanImage3Denoiser, HunyuanImage3Pipeline
+from unirl.models.hunyuan_image3.family import HunyuanImage3Bundle, HunyuanImage3Pipeline
 from unirl.models.hunyuan_image3.network import Config, HunyuanImage3Network, MoE
 from unirl.models.hunyuan_image3.prompts import sizes_of
 from unirl.models.language.packing import prompt_tokens
@@ -294,7 +294,7 @@ def test_the_velocity_in_bf16_is_that_of_float32_up_to_rounding(toy: HunyuanImag
     x, sigma = latents(toy), torch.tensor([1.0, 0.7, 0.31, 0.05])
     conditions, guidance = toy.encode(TEXTS, PARAMS), toy.facts.guidance
     network = deepcopy(toy.bundle.trainable()) if wide else deepcopy(toy.bundle.trainable()).bfloat16()
-    denoiser = HunyuanImage3Denoiser(network, toy.facts, toy.bundle.format)
+    denoiser = toy.bundle.with_network(network).denoiser()
     with torch.no_grad():
         expected = toy.stage.velocity(x, sigma, conditions, guidance)
         stage = DiffusionStage(denoiser, toy.facts, torch.bfloat16)

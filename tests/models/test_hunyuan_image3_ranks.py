@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.models.test_bagel_ranks import gathered, own
-from tests.train.ranks import run_ranks
+from tests.train.ranks import assert_two_ranks_train_as_one, gathered, own, run_ranks
 from unirl.models.chunks import select_conditions
 from unirl.models.hunyuan_image3.family import HunyuanImage3Bundle, HunyuanImage3Pipeline
 from unirl.models.language.packing import prompt_tokens
@@ -106,16 +105,7 @@ def with_an_idle_expert(lora: bool) -> list[Any]:
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 @pytest.mark.parametrize("policy", [images, texts], ids=["images", "texts"])
 def test_two_ranks_train_as_one(policy: Any, lora: bool) -> None:
-    [alone] = run_ranks(1, policy, lora)
-    for shared in run_ranks(2, policy, lora):
-        *numbers, weights = alone
-        for first, second in zip(numbers, shared[:-1], strict=True):
-            np.testing.assert_allclose(second, first, rtol=1e-5, atol=1e-6)
-        if policy is images:
-            assert np.array_equal(shared[0], alone[0])  # before the first update the weights are equal to the bit
-        assert weights.keys() == shared[-1].keys()
-        assert all(np.abs(value - shared[-1][name]).max() < 1e-4 for name, value in weights.items())
-        assert min(number for number in numbers if isinstance(number, float)) > 0
+    assert_two_ranks_train_as_one(policy, lora, same_bits=policy is images)
 
 
 def test_ranks_whose_tokens_run_different_experts_update_the_same_weights() -> None:

@@ -176,3 +176,10 @@ def test_a_run_reads_the_scheduler_of_the_checkpoint_where_a_plan_reads_the_publ
     monkeypatch.setattr("unirl.models.loading.checkpoint.model_directory", lambda *arguments, **options: folder)
     assert bundle_class(path=hub_id, dtype="bf16").facts.schedule.shift == 1.5
     assert bundle_class.facts_of(hub_id).schedule.shift == 3.0
+
+
+def test_an_export_refuses_a_tensor_that_the_network_does_not_have(tmp_path: Path) -> None:
+    tensors = {"transformer_blocks.9.attn.to_q.weight": torch.zeros(2, 2)}
+    with pytest.raises(ValueError, match=r"has no parameter 'transformer_blocks.9.attn.to_q.weight' \(1 unknown"):
+        built(by_name["sd3"]).write_model(tensors, tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -332,7 +332,7 @@ def test_an_adapter_is_loaded_by_peft_and_starts_another_run(tmp_path: Path) -> 
     pipeline.write_lora(tmp_path, adapter)
     params = euler(pipeline, 3.0)
     assert pipeline.verify_lora(tmp_path, TEXTS, params) < 1e-4
-    untrained = pipeline._difference(pipeline.bundle.untrained(), TEXTS, params)
+    untrained = pipeline.difference(pipeline.bundle.untrained(), TEXTS, params)
     assert untrained > 1e-2, "the adapter must have an effect"
     assert pipeline.bundle.read_adapter(str(tmp_path)).keys() == adapter.layers.keys()
 
@@ -363,7 +363,7 @@ def test_the_estimate_counts_the_toy() -> None:
         ("toy", {"height": 40}, r"sampling.height=40 is not a positive multiple of 16 .* of nextstep1\)\. Use 32"),
         ("toy", {"num_frames": 5}, "sampling.num_frames=5: nextstep1 generates images"),
         ("toy", {"guidance_scale_2": 3.0}, "sampling.guidance_scale_2=3 is for models with two experts"),
-        ("toy-positions", {"width": 80}, "sampling.width=80: nextstep1 has positions for 4 image tokens along a side"),
+        ("toy-positions", {"width": 80}, "sampling.width=80: nextstep1 has positions for 64 pixels. Use 64 or less"),
     ],
 )
 def test_sizes_and_guidance_that_do_not_fit_are_refused(path: str, changes: Any, message: str) -> None:

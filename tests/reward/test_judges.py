@@ -265,7 +265,7 @@ def test_a_permanent_fault_is_an_error_with_its_reason(serve, said, attempts, wh
 
 
 def test_a_response_body_beyond_the_limit_is_not_read(serve, monkeypatch):
-    monkeypatch.setattr("unirl.reward.client.connection.MAX_BODY_BYTES", 10_000)
+    monkeypatch.setattr("unirl.config.http.MAX_BODY_BYTES", 10_000)
     with pytest.raises(RewardError, match="more than 10000 bytes"):
         checked_score(wise(serve(Said("x" * 20_000)), retries=0), request(), "wise")
 

@@ -10,7 +10,13 @@ import torch
 from tests.tokens import TokenSampling, token_stage, token_track
 from unirl.config.errors import RewardError
 from unirl.reward.local.exact_match import ExactMatchRewardScorer
-from unirl.reward.local.length import LengthRewardScorer, LengthSpec, overlong_penalty
+from unirl.reward.local.length import (
+    LengthRewardScorer,
+    LengthSpec,
+    TextLengthRewardScorer,
+    TextLengthSpec,
+    overlong_penalty,
+)
 from unirl.reward.scoring import checked_score
 from unirl.reward.service import RewardService
 from unirl.testing.reward import check_reward
@@ -52,6 +58,17 @@ def test_long_responses_are_penalised_and_components_are_unchanged(values, total
     assert answer.components["exact_match"].tolist() == [1, 1, 1, 0, 0]
     assert answer.components["truncated"].tolist() == [0, 0, 1, 1, 0]
     torch.testing.assert_close(answer.total - answer.components["exact_match"], answer.components["length_penalty"])
+
+
+def test_length_alone_is_a_reward_from_0_down_to_minus_1():
+    scorer = TextLengthRewardScorer(config=TextLengthSpec(max_tokens=80, buffer=20))
+    answer = check_reward(scorer, ROWS)
+    assert answer.total.tolist() == pytest.approx([0, -0.5, -1, -1, -0.75])
+    assert list(answer.components) == ["text_length"]
+    with pytest.raises(ValueError, match="buffer must be >= 1 token, got 0"):
+        TextLengthSpec(buffer=0)
+    with pytest.raises(ValueError, match="max_tokens must be >= 0, got -1"):
+        TextLengthSpec(max_tokens=-1)
 
 
 def test_the_overlong_penalty_is_that_of_dapo():

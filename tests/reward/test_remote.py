@@ -212,7 +212,7 @@ def test_after_failures_in_a_row_only_health_is_requested_until_it_answers():
 
 
 def test_a_response_body_beyond_the_limit_is_not_read(monkeypatch):
-    monkeypatch.setattr("unirl.reward.client.connection.MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr("unirl.config.http.MAX_BODY_BYTES", 1000)
 
     def answer(items, n):
         body = msgspec.msgpack.decode(scores(items).body) | ({"more": "x" * 2000} if n == 0 else {})

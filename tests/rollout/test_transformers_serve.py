@@ -190,8 +190,9 @@ def test_a_server_that_cannot_start_says_why(tmp_path) -> None:
     served = Served.at(tmp_path, python_executable="/usr/bin/false")
     with pytest.raises(EngineError, match="ended with exit status 1 before it answered"):
         served.push()
+    missing = Served.at(tmp_path, python_executable="/no/such/python")
     with pytest.raises(EngineError, match="cannot be started"):
-        Served.at(tmp_path, python_executable="/no/such/python")
+        missing.push()
     slow = Served.at(tmp_path, python_executable=str(waiting_program(tmp_path)), start_timeout_s=0.3)
     with pytest.raises(EngineError, match=r"did not answer within rollout\.start_timeout_s=0\.3 s"):
         slow.push()

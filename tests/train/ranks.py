@@ -9,11 +9,12 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tests.processes import forkserver
-from unirl.distributed import RankInfo
+from unirl.distributed import RankInfo, current
 from unirl.distributed.group.rank import running_as
 
 DEADLINE_S = 600.0
@@ -74,6 +75,40 @@ def _rank(pipe: Connection, port: int, rank: int, num: int, fn: Callable[..., An
     except BaseException:
         pipe.send((traceback.format_exc(), None))
     torch.distributed.destroy_process_group()
+
+
+def own(count: int) -> list[int]:
+    """The rows of this rank."""
+    share = count // current().dp_size
+    return list(range(current().dp_rank * share, (current().dp_rank + 1) * share))
+
+
+def gathered(rows: Tensor) -> Tensor:
+    """The rows of all ranks, in order."""
+    if current().dp_size == 1:
+        return rows
+    parts = [torch.empty_like(rows) for _ in range(current().dp_size)]
+    torch.distributed.all_gather(parts, rows.contiguous())
+    return torch.cat(parts)
+
+
+def assert_two_ranks_train_as_one(policy: Callable[..., list[Any]], *options: Any, same_bits: bool) -> None:
+    """`policy(*options)` gives equal numbers and weights on one rank and on each of two.
+
+    Args:
+        policy: trains on the rows `own`. Returns gathered tensors, the norms of the gradients as floats, and last the
+            trained weights by name.
+        same_bits: the first number, computed before the first update, is equal to the bit.
+    """
+    [alone] = run_ranks(1, policy, *options)
+    *numbers, weights = alone
+    assert min(number for number in numbers if isinstance(number, float)) > 0
+    for *others, trained in run_ranks(2, policy, *options):
+        for first, second in zip(numbers, others, strict=True):
+            np.testing.assert_allclose(second, first, rtol=1e-5, atol=1e-6)
+        assert not same_bits or np.array_equal(others[0], numbers[0])
+        assert weights.keys() == trained.keys()
+        assert all(np.abs(value - trained[name]).max() < 1e-4 for name, value in weights.items())
 
 
 def plain(value: Any) -> Any:

@@ -87,7 +87,7 @@ class Setup:
     def alone(self, name: str) -> dict[str, Tensor]:
         """The gradient of the first update of one track by itself, on a fresh network."""
         fresh = Setup()
-        fresh.stacks[name].train_track(fresh.tracks[name])
+        fresh.stacks[name].train_track(self.tracks[name])
         return fresh.caught[0]
 
 

@@ -32,6 +32,20 @@ class HangingEngine(TrainsideRolloutEngine):
         return super().generate(req)
 
 
+class FailingEngine(TrainsideRolloutEngine):
+    """Raises on the last rank in a forward, while the others wait for it to gather the next block."""
+
+    def generate(self, req):
+        if current().rank == current().world_size - 1:
+            blocks = [m for m in self.pipeline.bundle.trainable().modules() if "TransformerBlock" in type(m).__name__]
+            blocks[0].register_forward_pre_hook(out_of_sorts)
+        return super().generate(req)
+
+
+def out_of_sorts(*_):
+    raise OverflowError("out of sorts")
+
+
 class HangingScorer(BrightnessRewardScorer):
     def __init__(self, *, until: str) -> None:
         self.until = until

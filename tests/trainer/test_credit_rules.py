@@ -178,12 +178,106 @@ def test_with_best_of_group_the_best_child_has_advantage_one(tracker) -> None:
     assert advantages_of(resp) == {"a1": 1.0, "b0": 1.0, "c1": 1.0, "b": 1.0, "e": 1.0, "t0": 1.0}
 
 
-def test_a_track_keeps_rewards_of_its_own_and_they_decide_which_caption_is_the_best(tracker) -> None:
-    resp = chain()
-    captions = resp.tracks["recaption"]
+def with_own(resp: RolloutResp, name: str, own: dict[str, float], part: str, final: bool = False) -> RolloutResp:
+    """The tree with rewards of its own on a track, as the reward service attaches them."""
+    track = resp.tracks[name]
+    rewards = torch.tensor([own[i] for i in track.sample_ids])
+    scored = track.replace(rewards=rewards, component_rewards={part: rewards}, rewards_are_final=final)
+    return resp.with_track(name, scored)
+
+
+# Own rewards of captions and thoughts. Dropped rows have some, too, or could not be scored.
+OF_CAPTIONS = {"a": 1.0, "b": -2.5, "c": 100.0, "d": 0.5, "e": 0.0, "f": float("nan")}
+OF_THOUGHTS = {"t0": 2.0, "t1": -0.5, "t2": float("nan")}
+SUMS = {
+    # captions: the rule over the images + the own reward; thoughts: the rule over these sums + the own reward
+    "mean": {"a": 3.0, "b": 0.5, "d": 4.5, "e": 5.0, "t0": 3.75, "t1": 4.25},
+    "max": {"a": 4.0, "b": 3.5, "d": 4.5, "e": 5.0, "t0": 6.0, "t1": 4.5},
+    "sum": {"a": 5.0, "b": 6.5, "d": 8.5, "e": 5.0, "t0": 13.5, "t1": 13.0},
+    "best_of_n": {"a": 4.0, "b": 3.5, "d": 4.5, "e": 5.0, "t0": 6.0, "t1": 4.5},
+    "leave_one_out": {"a": 3.0, "b": 0.5, "d": 4.5, "e": 5.0, "t0": 3.75, "t1": 4.25},
+}
+ADVANTAGES_OF_SUMS = {
+    "mean": IMAGE_LESS_MEAN | {"a": 1.25, "b": -1.25, "d": -0.25, "e": 0.25, "t0": -0.25, "t1": 0.25},
+    "max": IMAGE_LESS_MEAN | {"a": 0.25, "b": -0.25, "d": -0.25, "e": 0.25, "t0": 0.75, "t1": -0.75},
+    "sum": IMAGE_LESS_MEAN | {"a": -0.75, "b": 0.75, "d": 1.75, "e": -1.75, "t0": 0.25, "t1": -0.25},
+    # The best caption of t0 is a, and without its own reward it is b.
+    "best_of_n": {"a1": 1.0, "b0": 3.0, "c1": 5.0, "d0": 0.0, "e1": 0.0}
+    | {"a": 0.25, "e": 0.25, "t0": 0.75, "t1": -0.75},
+    "leave_one_out": {i: ADVANTAGES["leave_one_out"][i] for i in ADVANTAGES["leave_one_out"] if i in IMAGES}
+    | {"a": 2.5, "b": -2.5, "d": -0.5, "e": 0.5, "t0": -0.5, "t1": 0.5},
+}
+
+
+def scored_chain(seed: int = 0) -> RolloutResp:
+    """The tree, with rewards of their own for captions and thoughts."""
+    return with_own(with_own(chain(seed), "recaption", OF_CAPTIONS, "style"), "think", OF_THOUGHTS, "plan")
+
+
+@pytest.mark.parametrize("rule", SUMS)
+@pytest.mark.parametrize("seed", range(3))
+def test_own_rewards_of_the_middle_and_the_root_are_added_as_by_hand(rule, seed, tracker) -> None:
+    resp = scored_chain(seed)
+    assert rewards_of(resp.propagate_rewards(rule)) == SUMS[rule]
+    assert advantages_of(Chain(tracker, rule).credit(0, resp)) == pytest.approx(ADVANTAGES_OF_SUMS[rule])
+
+
+@pytest.mark.parametrize("rule", SUMS)
+def test_own_rewards_of_the_root_alone_change_nothing_below_it(rule, tracker) -> None:
+    resp, plain = with_own(chain(), "think", OF_THOUGHTS, "plan"), REWARDS[rule]
+    assert rewards_of(resp.propagate_rewards(rule)) == plain | {"t0": plain["t0"] + 2.0, "t1": plain["t1"] - 0.5}
+    found, expected = advantages_of(Chain(tracker, rule).credit(0, resp)), ADVANTAGES[rule]
+    roots = {"t0", "t1"}
+    assert {i: found[i] for i in found if i not in roots} == pytest.approx(
+        {i: expected[i] for i in expected if i not in roots}
+    )
+
+
+def test_a_track_without_credit_passes_up_its_own_rewards_alone() -> None:
+    """t0 = {1, -2.5} and t1 = {0.5, 0}, whatever their images are; c, which was dropped, has 100."""
+    resp = with_own(with_own(chain(), "recaption", OF_CAPTIONS, "style", final=True), "think", OF_THOUGHTS, "plan")
+    assert rewards_of(resp.propagate_rewards("mean")) == {
+        **{i: OF_CAPTIONS[i] for i in "abde"},
+        "t0": -0.75 + 2.0,
+        "t1": 0.25 - 0.5,
+    }
+    assert set(resp.propagate_rewards("mean").tracks["think"].component_rewards) == {"style", "plan"}
+
+
+@pytest.mark.parametrize(
+    ("rule", "of_t0"),
+    [
+        ("mean", {"plan": 2.0, "style": -0.75, "minus": -2.5}),
+        ("sum", {"plan": 2.0, "style": -1.5, "minus": -13.0}),
+        ("best_of_n", {"plan": 2.0, "style": 1.0, "minus": -3.0}),  # a and its image of reward 3
+    ],
+)
+def test_components_of_a_parent_are_its_own_and_those_of_its_children(rule, of_t0) -> None:
+    think = scored_chain().propagate_rewards(rule).tracks["think"]
+    row = think.sample_ids.index("t0")
+    assert {part: float(scores[row]) for part, scores in think.component_rewards.items()} == of_t0
+
+
+def test_a_component_is_reported_for_the_run_where_it_was_scored(tracker) -> None:
+    """Captions have the styles 1, -2.5, 0.5, 0, and thoughts their sums -1.5 and 0.5, and the plans 2 and -0.5."""
+    Chain(tracker, "sum").credit(0, scored_chain())
+    metrics = tracker.log_step(1)
+    assert (metrics["reward/style_mean"], metrics["think/reward/style_mean"]) == (-0.25, -0.5)
+    assert metrics["reward/plan_mean"] == metrics["think/reward/plan_mean"] == 0.75
+    assert metrics["reward/minus_mean"] == metrics["image/reward/minus_mean"] != metrics["think/reward/minus_mean"]
+
+
+def test_weights_of_components_count_on_the_tracks_that_have_them(tracker) -> None:
+    """style is 0 for images: they differ by minus alone. a = -2 + 2 x 1 and b = -3 + 2 x -2.5, without the plan."""
+    estimator = GroupAdvantage(std="none", clip=None, weights={"minus": 1.0, "style": 2.0})
+    found = advantages_of(Chain(tracker, "mean", estimator).credit(0, scored_chain()))
+    assert (found["a0"], found["a1"]) == (1.0, -1.0)
+    assert (found["a"], found["b"]) == pytest.approx((4.0, -4.0))
+
+
+def test_a_track_keeps_final_rewards_and_they_decide_which_caption_is_the_best(tracker) -> None:
     own = {"a": 8.0, "b": 1.0, "c": 0.0, "d": 2.0, "e": 0.5, "f": 0.0}
-    scored = resp.with_track("recaption", captions.replace(rewards=torch.tensor([own[i] for i in captions.sample_ids])))
-    credited = Chain(tracker, "best_of_n").credit(0, scored)
+    credited = Chain(tracker, "best_of_n").credit(0, with_own(chain(), "recaption", own, "style", final=True))
     assert rewards_of(credited.propagate_rewards()) == {"a": 8.0, "d": 2.0, "t0": 8.0, "t1": 2.0}
     trained = advantages_of(credited)
     assert {"a", "d"} < set(trained) and not {"b", "e"} & set(trained)

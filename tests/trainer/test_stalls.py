@@ -87,6 +87,17 @@ def test_an_exception_on_one_rank_is_what_the_user_sees(workers, tmp_path) -> No
     assert "raised by stack.train_track on the worker on device 1" in "".join(error.value.__notes__)
 
 
+def test_an_exception_while_ranks_sample_in_step_is_what_the_user_sees(workers, tmp_path) -> None:
+    """The other rank waits for a block that the failed one no longer gathers."""
+    failing = (f"rollout._target_={HERE}.FailingEngine", "rollout.gather_weights=false")
+    start = time.monotonic()
+    refusal = pytest.raises(PluginError, match="OverflowError: out of sorts")
+    with trainer_of(tmp_path, TRAINSIDE, *failing) as trainer, refusal as error:
+        trainer.train()
+    assert time.monotonic() - start < 240
+    assert "raised by rollout.generate on the worker on device 1" in "".join(error.value.__notes__)
+
+
 def test_the_local_runtime_ends_a_hanging_run(tmp_path) -> None:
     """The watchdog ends the process, so it is a process of its own."""
     folder = tmp_path / "run"

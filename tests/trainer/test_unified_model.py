@@ -127,6 +127,20 @@ def test_a_run_that_is_stopped_goes_on_bit_for_bit(finished, tmp_path) -> None:
     assert weights_of(tmp_path) == weights_of(finished)
 
 
+def test_a_run_that_balances_its_losses_remembers_their_sizes(tmp_path) -> None:
+    settings = ("stack.balance=uncertainty", "stack.balance_decay=0.5", "save_interval=1")
+    whole = run(tmp_path / "whole", *settings)
+    assert all(row[f"{name}/train/loss_weight"] > 0 for row in whole for name in TRACKS)
+    with trainer_of(tmp_path / "run", *settings) as trainer:
+        trainer.request_stop(signal.SIGTERM)
+        with pytest.raises(Preempted):
+            trainer.train()
+    saved = json.loads((tmp_path / "run/checkpoints/checkpoint-000001/trainer.json").read_text())
+    assert {name: saved["stateful"]["stack"][name]["updates"] for name in TRACKS} == dict.fromkeys(TRACKS, 1)
+    assert run(tmp_path / "run", *settings) == whole
+    assert weights_of(tmp_path / "run") == weights_of(tmp_path / "whole")
+
+
 def test_an_engine_with_weights_of_its_own_samples_the_same_bits(finished, tmp_path) -> None:
     """Also where the trainer's network begins without storage: the engine, which no backend fills, loads its own."""
     engine = "rollout={_target_: unirl.rollout.engine.replica.engine.ReplicaRolloutEngine}"
@@ -137,6 +151,15 @@ def test_an_engine_with_weights_of_its_own_samples_the_same_bits(finished, tmp_p
         same = [name for name in expected if "sync/" not in name and "parity" not in name]
         assert {name: found[name] for name in same} == {name: expected[name] for name in same}
     assert weights_of(tmp_path) == weights_of(finished)
+
+
+@pytest.mark.slow
+def test_two_ray_workers_balance_losses_as_one_process_does(tmp_path) -> None:
+    settings = ("stack.balance=uncertainty", "stack.balance_decay=0.5")
+    alone, shared = run(tmp_path / "one", *settings), run(tmp_path / "two", *settings, "num_devices=2", "runtime=ray")
+    for found, expected in zip(shared, alone, strict=True):
+        for name in ("train/grad_norm", *(f"{t}/train/{key}" for t in TRACKS for key in ("loss_weight", "grad_norm"))):
+            assert found[name] == pytest.approx(expected[name], rel=1e-4), name
 
 
 @pytest.mark.slow
@@ -187,6 +210,14 @@ def test_the_keys_of_a_track_are_those_of_the_recipe() -> None:
         (["sampling.think.temperature=-1"], "sampling.think.temperature must be >= 0"),
         (["sampling.image.height=33"], "sampling.image.height=33 is not a positive multiple"),
         (["stack.loss_weights.image=0"], "stack.loss_weights.image must be > 0"),
+        (["stack.balance=uncertain"], "stack.balance"),
+        (["stack.balance=uncertainty", "stack.balance_decay=1"], "stack.balance_decay must be >= 0 and < 1, got 1"),
+        (
+            ["stack.balance=uncertainty", "stack.balance_decay=-0.1"],
+            "stack.balance_decay must be >= 0",
+        ),
+        (["stack.balance_decay=0.9"], "stack.balance_decay=0.9 has no effect: stack.balance=fixed keeps no average"),
+        (["stack.balance=uncertainty", "stack.schedule=alternating"], "stack.balance=uncertainty balances the grad"),
         (["stack.loss_weights.imag=1"], "stack.loss_weights.imag: the trained tracks are think, image"),
         (
             ["algorithm.image={_target_: unirl.algorithms.diffusion_dpo.DiffusionDPO}"],

@@ -10,6 +10,7 @@ from unirl.sde.kernels import EulerODE, FlowSDEStrategy
 from unirl.sde.steps import FractionSteps
 from unirl.types.primitives import Texts
 from unirl.types.results import Metric, merge, values
+from unirl.types.reward import ScoringFailure
 from unirl.types.rollout_req import RolloutReq, TrackSpec, child_ids, group_id
 from unirl.types.rollout_resp import AdvantageResult, RolloutResp, RolloutTrack, Scores
 from unirl.types.sampling import DiffusionSamplingParams
@@ -112,10 +113,56 @@ def test_a_parent_without_living_children_is_refused_by_name() -> None:
         tree([1.0, 3.0, 6.0, 4.0], weight=[1.0, 1.0, 0.0, 0.0]).propagate_rewards("mean")
 
 
-def test_rewards_that_exist_are_kept() -> None:
+def test_rewards_of_children_are_added_once_to_those_that_exist() -> None:
     resp = tree([1.0, 3.0, 6.0, 4.0])
     scored = resp.with_track("ar", resp.tracks["ar"].replace(rewards=torch.tensor([7.0, 8.0])))
-    assert scored.propagate_rewards().tracks["ar"].rewards.tolist() == [7.0, 8.0]
+    added = scored.propagate_rewards()
+    assert added.tracks["ar"].rewards.tolist() == [9.0, 13.0]
+    assert added.propagate_rewards().tracks["ar"].rewards.tolist() == [9.0, 13.0]
+
+
+def test_rewards_that_are_final_are_kept() -> None:
+    resp = tree([1.0, 3.0, 6.0, 4.0])
+    own = resp.tracks["ar"].replace(rewards=torch.tensor([7.0, 8.0]), rewards_are_final=True)
+    assert resp.with_track("ar", own).propagate_rewards().tracks["ar"].rewards.tolist() == [7.0, 8.0]
+
+
+def test_a_component_of_a_parent_and_its_child_may_not_have_one_name() -> None:
+    resp = tree([1.0, 3.0, 6.0, 4.0])
+    both = {"ar": torch.tensor([7.0, 8.0]), "image": torch.ones(4)}
+    for name, scores in both.items():
+        resp = resp.with_track(name, resp.tracks[name].replace(rewards=scores, component_rewards={"judge": scores}))
+    with pytest.raises(ValueError, match="tracks 'ar' and 'image' both have a component 'judge'"):
+        resp.propagate_rewards()
+
+
+def test_rows_see_the_scores_and_failures_of_the_rows_above_them() -> None:
+    """The first text has no reward, so its images have none either. Its failure stands first where it is the cause."""
+    why, other = ScoringFailure("judge", "no answer"), ScoringFailure("logged", "no server")
+    texts = track(
+        ["p:0", "p:1"],
+        ["p", "p"],
+        rewards=torch.tensor([float("nan"), 2.0]),
+        component_rewards={"judge": torch.tensor([float("nan"), 2.0])},
+        logged_rewards={"words": torch.tensor([7.0, 8.0])},
+        failures=[(why,), ()],
+    )
+    parents = ["p:1", "p:0", "p:0"]
+    images = track(
+        ["b", "a0", "a1"],
+        parents,
+        parent_track="text",
+        parent_ids=parents,
+        rewards=torch.tensor([5.0, 6.0, float("nan")]),
+        component_rewards={"clip": torch.tensor([5.0, 6.0, float("nan")])},
+        failures=[(other,), (other,), (other,)],
+    )
+    seen = RolloutResp({"image": images, "text": texts}).with_scores_above("image")
+    torch.testing.assert_close(seen.rewards, torch.tensor([5.0, float("nan"), float("nan")]), equal_nan=True)
+    assert seen.logged_rewards["words"].tolist() == [8.0, 7.0, 7.0]
+    assert seen.component_rewards["judge"].isnan().tolist() == [False, True, True]
+    assert seen.component_rewards["clip"].isnan().tolist() == [False, False, True]
+    assert seen.failures == [(other,), (why, other), (other, why)]
 
 
 def test_an_unscored_leaf_is_refused() -> None:

@@ -39,6 +39,9 @@ for all tokens at once. A loss splits its work into parts so that the graph of o
 PolicyOutputs = dict[Quantity, Tensor]
 """Detached outputs of a policy for some rows and one part: quantity -> [B, len(part), ...], or [sum L] for tokens."""
 
+LOSS_RMS = "train/loss_rms"
+"""The metric that a loss reports as `Metric.rms` of its elements, for `stack.balance=uncertainty`."""
+
 START = TrainingProgress()
 """The progress at the beginning of a run."""
 
@@ -53,6 +56,7 @@ class LossResult:
     loss: Tensor
     """[] sum of weight * loss over the elements. An element is a row at one entry of the part."""
     metrics: Metrics
+    """They include LOSS_RMS, the size of the elements, if the loss is to be balanced by its uncertainty."""
     outputs: PolicyOutputs
     """Outputs of the weights that were differentiated. In the first update they are the values of the live anchors."""
 

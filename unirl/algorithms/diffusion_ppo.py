@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from unirl.algorithms.base import START, Backward, LatentRows, LossResult, Part, PolicyOutputs
+from unirl.algorithms.base import LOSS_RMS, START, Backward, LatentRows, LossResult, Part, PolicyOutputs
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.algorithms.shared.critic import OLD_VALUE, Critic, GAEInputs, StepCredit, gae, outcome_rewards
 from unirl.algorithms.shared.surrogate import weighted_sum
 from unirl.config.errors import InvalidValueError
 from unirl.models.denoising.stage import DiffusionStage
 from unirl.types.protocols import TrainingProgress
-from unirl.types.results import Metrics
+from unirl.types.results import Metric, Metrics
 from unirl.types.segments import LatentSegment
 
 if TYPE_CHECKING:
@@ -58,6 +58,8 @@ class DiffusionPPO(Critic[DiffusionStage, LatentSegment], DiffusionGRPO):
         returns = rows.segment.columns(self.gae_credit(rows).returns, part)
         losses, metrics = self.value_losses(values, old, returns, weights)
         total = policy.loss + self.vf_coef * weighted_sum(losses, weights)
+        # The elements of the value loss are counted beside those of the policy loss.
+        metrics[LOSS_RMS] = policy.metrics[LOSS_RMS].merged(Metric.rms(self.vf_coef * losses.detach(), weights))
         return LossResult(total, policy.metrics | metrics, {**policy.outputs, "value": output.detach()})
 
     def compute_loss_and_backward(

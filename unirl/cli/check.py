@@ -34,11 +34,15 @@ def run(argv: list[str], session: Session) -> int:
     if arguments.options.json:
         print(json.dumps(recipe.resolved(), indent=1))
     else:
+        from unirl.plan.credit import credit_of_tracks
         from unirl.plan.placement import plan_of
+        from unirl.plan.preflight import trainer_class
 
         print(f"{recipe.file.name}: valid ({recipe.file.path})")
         for name, policy in recipe.policies.items():
             print(f"{name}: {plan_of(policy).describe()}" if name else plan_of(policy).describe())
+        for name, reward in credit_of_tracks(recipe, trainer_class(recipe.config).track).items():
+            print(f"reward of {name}: {reward}")
     return 0
 
 

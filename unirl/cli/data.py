@@ -55,8 +55,8 @@ class Task:
 
     files: tuple[str, ...]
     prompt_key: str = "prompt"
-    scorer: RewardScorer | None = None
-    """A scorer that must be able to score the prompts. None: only the files are checked."""
+    scorers: tuple[RewardScorer, ...] = ()
+    """The scorers that must be able to score the prompts. Without one, only the files are checked."""
     recipe: Recipe | None = None
     """A recipe whose data source must open, which may check more than the files."""
 
@@ -90,8 +90,8 @@ def _task_of_files(options: Namespace, settings: Sequence[str]) -> Task:
         raise ArgumentError(f"unirl data check: '{settings[0]}' is a setting of a recipe, and none is named")
     if not options.files:
         raise ArgumentError("unirl data check: name a prompt file, or a recipe with --recipe")
-    scorer = make_scorer(options.reward, settings_of(options.set)) if options.reward else None
-    return Task(tuple(options.files), options.prompt_key, scorer)
+    scorers = (make_scorer(options.reward, settings_of(options.set)),) if options.reward else ()
+    return Task(tuple(options.files), options.prompt_key, scorers)
 
 
 def _task_of_recipe(options: Namespace, settings: Sequence[str]) -> Task:
@@ -105,7 +105,7 @@ def _task_of_recipe(options: Namespace, settings: Sequence[str]) -> Task:
     return Task(
         files=tuple(dict.fromkeys(files)),
         prompt_key=config.data_source.get("prompt_key", str) or "prompt",
-        scorer=None if config.reward_backend is None else build(config.reward_backend),
+        scorers=tuple(build(scorer) for scorer in config.scorers),
         recipe=recipe,
     )
 
@@ -118,11 +118,11 @@ def _checked(file: str, task: Task) -> FileReport:
                 report.problems.append(str(entry))
                 continue
             report.prompts.append(entry)
-            try:
-                if task.scorer is not None:
-                    task.scorer.check_prompt(entry.text, entry.metadata)
-            except RewardError as error:
-                report.problems.append(f"{entry.origin}: {error}")
+            for scorer in task.scorers:
+                try:
+                    scorer.check_prompt(entry.text, entry.metadata)
+                except RewardError as error:
+                    report.problems.append(f"{entry.origin}: {error}")
     except DataError as error:  # the file as a whole
         report.problems.append(str(error))
     report.problems += map(str, image_problems(report.prompts))

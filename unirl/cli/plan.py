@@ -14,10 +14,12 @@ from unirl.config.failures import Session
 from unirl.config.load import Recipe
 from unirl.config.recipe import keys_of_policy
 from unirl.plan import cost
+from unirl.plan.credit import credit_of_tracks
 from unirl.plan.devices import Device, device_named
 from unirl.plan.fit import best_changes, moment_peaks, usable
 from unirl.plan.geometry import geometry_table
 from unirl.plan.micro_batch import with_auto_micro
+from unirl.plan.preflight import trainer_class
 from unirl.plan.sizes import RecipeSizes, RunSizes, WeightTransfer, resident_parts, sizes_of_policies
 from unirl.plan.tiling import leaves_tiling_open, with_auto_tiling
 from unirl.tracking.console import duration
@@ -70,7 +72,9 @@ def plan_text(recipe: Recipe, device: str | None = None) -> str:
         if recipe.shares_weights
         else "The sums of each policy contain what the others keep on its devices while they wait."
     )
-    return "\n\n".join([*named, closing])
+    rewards = credit_of_tracks(recipe, trainer_class(recipe.config).track)
+    table = "\n".join(f"{'' if i else 'rewards':<11}{name}: {text}" for i, (name, text) in enumerate(rewards.items()))
+    return "\n\n".join([*named, table, closing])
 
 
 def plan_facts(recipe: Recipe, sizes: RecipeSizes, device: Device) -> dict[str, object]:

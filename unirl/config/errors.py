@@ -199,6 +199,10 @@ class SyncError(WorkerError, code=10002):
     """Weights that an engine should sample from did not arrive as they were sent."""
 
 
+class WeightsLostError(SyncError, code=10005):
+    """A server was restarted without the weights that it had. The driver sends them again and repeats the samples."""
+
+
 class EngineError(WorkerError, code=10004):
     """The server of an engine ended, or its answer breaks the contract of an engine."""
 

@@ -22,7 +22,7 @@ PROBE_TIMEOUT_S: Final = 2.0
 MAX_PAUSE_S: Final = 10.0
 """Longest pause between two attempts, in seconds."""
 MAX_BODY_BYTES: Final = 64 * 2**20
-"""Largest response body that is read by default, in bytes."""
+"""Largest response body that is read, in bytes."""
 
 
 class RequestFailed(Exception):
@@ -73,11 +73,8 @@ class HttpClient:
         timeout_s: float,
         connections: int,
         transport: httpx2.BaseTransport | None = None,
-        max_body_bytes: int = MAX_BODY_BYTES,
     ) -> None:
         import httpx2
-
-        self._max_body_bytes = max_body_bytes
 
         self._http = httpx2.Client(
             base_url=base_url,
@@ -110,8 +107,8 @@ class HttpClient:
             with self._http.stream(method, path, content=content, headers=headers, timeout=timeout) as response:
                 for piece in response.iter_bytes():
                     body += piece
-                    if len(body) > self._max_body_bytes:
-                        raise RequestFailed(f"the response body has more than {self._max_body_bytes} bytes")
+                    if len(body) > MAX_BODY_BYTES:
+                        raise RequestFailed(f"the response body has more than {MAX_BODY_BYTES} bytes")
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
             raise ServerUnreachable(f"{type(error).__name__}: {error}") from error
         except httpx2.TransportError as error:

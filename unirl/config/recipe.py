@@ -300,8 +300,19 @@ class RecipeConfig(RunSettings, PolicyConfig):
 
     @property
     def reward_backend(self) -> Node | None:
-        """The scorer, or the client of one, that a reward service holds (reward.backend)."""
+        """The scorer, or the client of one, that a reward service holds for the last track (reward.backend)."""
         return self.reward.get("backend", Node)
+
+    @property
+    def track_rewards(self) -> Mapping[str, Node]:
+        """The rewards of tracks before the last one, by track (reward.tracks)."""
+        return self.reward.get("tracks", dict) or {}
+
+    @property
+    def scorers(self) -> tuple[Node, ...]:
+        """All scorers of the reward service: that of the last track, then those of other tracks."""
+        own = [reward.require("backend", Node) for reward in self.track_rewards.values()]
+        return (*([] if self.reward_backend is None else [self.reward_backend]), *own)
 
     @property
     def loaded_snapshots(self) -> Mapping[str, Node]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -79,6 +80,12 @@ class Bundle(ABC):
     def trainable(self) -> nn.Module:
         """The module that is trained."""
         return self.modules[self.facts.trainable_attr]
+
+    def with_network(self, network: nn.Module) -> Self:
+        """A bundle with `network` as its trained module, moved to the same device. It shares all other modules."""
+        other = copy(self)
+        other.modules = {**self.modules, self.facts.trainable_attr: network.eval().to(self.device)}
+        return other
 
     @abstractmethod
     def stage(self) -> Stage:

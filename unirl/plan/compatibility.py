@@ -16,11 +16,12 @@ from unirl.config.node import Node, nodes_below
 from unirl.config.recipe import RecipeConfig
 from unirl.config.schema import dotted_name
 from unirl.plan.placement import PlacementPlan, capabilities_of
+from unirl.reward.base import RewardScorer
 from unirl.reward.local.pickscore import PickScoreRewardScorer
 from unirl.rollout.engine.recorded.engine import RecordedRolloutEngine
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
 from unirl.train.backend.fsdp import FSDPBackend
-from unirl.types.protocols import REFERENCE, Capabilities, Needs
+from unirl.types.protocols import REFERENCE, Needs
 
 TRAINSIDE = f"rollout._target_={dotted_name(TrainsideRolloutEngine)}"
 TOKEN_TIS = dotted_name(TokenTIS)
@@ -35,19 +36,14 @@ KEPT_BY = {"old": "ema_lora_cfg", "ema": "ema_cfg"}
 """Weight snapshot to the backend's block that keeps it. `reference` is kept whenever a loss reads it."""
 
 
-def check_compatibility(config: RecipeConfig, needs: Needs, plan: PlacementPlan, is_scored: bool = True) -> None:
-    """Raises IncompatibleError (2020) for the first rule that the parts of the recipe break.
-
-    Args:
-        is_scored: the reward scores the samples of this policy, not those of another one.
-    """
+def check_compatibility(config: RecipeConfig, needs: Needs, plan: PlacementPlan) -> None:
+    """Raises IncompatibleError (2020) for the first rule that the parts of the recipe break."""
     rules = (
         _recorded_problems,
         _refill_problems,
         _loss_problems,
         _eight_bit_problems,
         _backend_problems,
-        *((_reward_modality_problems,) if is_scored else ()),
         _modality_problems,
         _server_problems,
         _reward_gradient_problems,
@@ -194,20 +190,6 @@ def reads_snapshot(needs: Needs, snapshot: str) -> bool:
     return snapshot in needs.snapshots or (needs.ema_rollout and snapshot == "old")
 
 
-def _reward_modality_problems(config: RecipeConfig, needs: Needs, plan: PlacementPlan) -> Iterator[str]:
-    """Rewards must score what the pipeline makes."""
-    pipeline, handled = config.pipeline.class_name, capabilities_of(config.trainer).modalities
-    # A model of several modalities is scored for the one that the trainer is for.
-    made = [name for name in capabilities_of(config.pipeline).modalities if not handled or name in handled]
-    for node in nodes_below(config.reward):
-        scored = capabilities_of(node).modalities
-        if scored and made and not set(scored) & set(made):
-            yield (
-                f"{node.path} scores {' and '.join(scored)}, and {pipeline} makes {' and '.join(made)}. "
-                "Choose a reward for this modality"
-            )
-
-
 def _modality_problems(config: RecipeConfig, needs: Needs, plan: PlacementPlan) -> Iterator[str]:
     """Engine and trainer must handle what the pipeline makes."""
     pipeline, made = config.pipeline.class_name, capabilities_of(config.pipeline).modalities
@@ -255,4 +237,4 @@ def _weighted_scorers(node: Node) -> Iterator[Node]:
         if isinstance(child, Node) and name not in unweighted
     ]
     below = [scorer for child in children for scorer in _weighted_scorers(child)]
-    yield from below or ([node] if capabilities_of(node) != Capabilities() else [])
+    yield from below or ([node] if issubclass(node.schema.owner, RewardScorer) else [])

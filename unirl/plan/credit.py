@@ -1,32 +1,61 @@
-"""Checks the credit of a recipe of several tracks: a reward reaches every track, and the rule of credit fits."""
+"""Checks rewards and credit: scorers fit the samples, a reward reaches every track, and the rule of credit fits."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
 
 from unirl.algorithms.base import StageAlgorithm
 from unirl.algorithms.shared.advantages import SIBLING_BASELINE, GroupAdvantage
 from unirl.config.build import build
-from unirl.config.errors import IncompatibleError
+from unirl.config.errors import IncompatibleError, InvalidValueError
 from unirl.config.load import Recipe
+from unirl.config.node import Node, nodes_below
+from unirl.config.recipe import RecipeConfig, WritesTexts
+from unirl.plan.placement import capabilities_of
+from unirl.reward.base import RewardScorer
+from unirl.reward.combine import without_reward
+from unirl.reward.service import no_such_track, same_component
 from unirl.types.credit import CREDIT_RULES
 
+# Rewards
 
-def check_credit(recipe: Recipe, scored: str) -> None:
-    """Checks the tracks and the rule of credit of a recipe of several policies.
+
+def scored_by(recipe: Recipe, scored: str) -> dict[str, Node]:
+    """Track to the block whose scorers score its samples. The only track of a recipe has the name "".
 
     Args:
-        scored: the track whose samples the reward scores.
+        scored: the track that the reward scores if a recipe names none.
+    """
+    config = recipe.config
+    if len(recipe.policies) == 1:
+        return {"": config.reward}
+    own = {name: reward.require("backend", Node) for name, reward in config.track_rewards.items()}
+    return own | ({} if config.reward_backend is None else {scored: config.reward_backend})
+
+
+def check_rewards(recipe: Recipe, scored: str) -> None:
+    """Checks the scorers of a recipe against the tracks whose samples they score.
+
+    Args:
+        scored: the track that the reward scores if a recipe names none.
 
     Raises:
-        IncompatibleError: 2020.
+        IncompatibleError: 2020. InvalidValueError: 2004 for weights.
     """
-    if len(recipe.policies) == 1:
-        return
-    _check_reached(recipe, scored)
-    rule = CREDIT_RULES[recipe.credit]
-    if rule.best_only:
-        _check_losses_of_best(recipe)
-    if rule.leave_one_out:
-        _check_estimator(recipe)
+    if len(recipe.policies) > 1:
+        _check_reached(recipe, scored)
+    _check_names(recipe, scored)
+    blocks = scored_by(recipe, scored)
+    for name, block in blocks.items():
+        _check_modality(recipe, name, block)
+        _check_weights(block)
+    for name, reward in recipe.config.track_rewards.items():
+        if reward.require("weight", float) == 0:
+            raise InvalidValueError(
+                f"{reward.path}.weight=0: the scores would not count. Write another number, such as 0.1, or "
+                f"~{reward.path} to give the track '{name}' no reward of its own"
+            )
+    _check_components(blocks)
 
 
 def _check_reached(recipe: Recipe, scored: str) -> None:
@@ -37,6 +66,136 @@ def _check_reached(recipe: Recipe, scored: str) -> None:
             f"trainer: {trainer} scores the track '{scored}', and the last track of this recipe is '{last}', which no "
             "reward would reach. Leave the trainer block out, or set `track` of the class to the last track"
         )
+
+
+def _check_names(recipe: Recipe, scored: str) -> None:
+    """`reward.tracks` may name the tracks that another one continues."""
+    own, tracks = recipe.config.track_rewards, list(recipe.policies)
+    for name in own:
+        if len(tracks) == 1:
+            raise IncompatibleError(
+                f"reward.tracks.{name}: this recipe has one track, which reward.backend scores. Write ~reward.tracks; "
+                "unirl.reward.combine.WeightedRewards adds up several scorers"
+            )
+        if name not in tracks:
+            raise IncompatibleError(no_such_track(name, tracks))
+        if name == scored:
+            raise IncompatibleError(
+                f"reward.tracks.{name}: reward.backend scores the track '{name}', which is the last one. Write the "
+                "scorer there; unirl.reward.combine.WeightedRewards adds up several"
+            )
+
+
+def modalities_of(track: str, config: RecipeConfig) -> tuple[str, ...]:
+    """The modalities of the samples of a track; () if the pipeline does not say.
+
+    A model of several modalities is trained for those of the trainer.
+    """
+    pipeline = config.pipeline.schema.owner
+    if isinstance(pipeline, WritesTexts) and track in pipeline.text_tracks:
+        return ("text",)
+    handled = capabilities_of(config.trainer).modalities
+    return tuple(each for each in capabilities_of(config.pipeline).modalities if not handled or each in handled)
+
+
+def scored_modalities(node: Node) -> tuple[str, ...]:
+    """The modalities that a scorer scores; () for one that combines others, and for a block that is no scorer.
+
+    An object says it if the class leaves it to its settings.
+    """
+    declared = capabilities_of(node).modalities
+    inner = [each for each in nodes_below(node.values) if issubclass(each.schema.owner, RewardScorer)]
+    if declared or inner or not issubclass(node.schema.owner, RewardScorer):
+        return declared
+    scorer: RewardScorer = build(node)
+    return scorer.capabilities.modalities
+
+
+def _check_modality(recipe: Recipe, track: str, block: Node) -> None:
+    """A scorer must be made for what the samples of its track are."""
+    config = recipe.policies[track]
+    made, pipeline = modalities_of(track, config), config.pipeline.class_name
+    for node in nodes_below(block):
+        scored = scored_modalities(node)
+        if scored and made and not set(scored) & set(made):
+            place = f" in track '{track}'" if track else ""
+            settings = "" if capabilities_of(node).modalities else ", or the settings with which this one scores it"
+            raise IncompatibleError(
+                f"{node.path} scores {' and '.join(scored)}, and {pipeline} makes {' and '.join(made)}{place}. "
+                f"Choose a reward for this modality{settings}"
+            )
+
+
+def _check_weights(block: Node) -> None:
+    for node in nodes_below(block):
+        weights = node.values.get("weights")
+        if isinstance(weights, Mapping) and not any(weights.values()):
+            raise InvalidValueError(f"{node.path}.weights{without_reward(weights)}")
+
+
+def _check_components(blocks: Mapping[str, Node]) -> None:
+    """No two tracks may have a component of one name, as far as the recipe says the names.
+
+    The reward service checks the names that only the scorers know, at the first samples.
+    """
+    owner: dict[str, str] = {}
+    for track, block in blocks.items():
+        scorers = block.values.get("scorers")
+        parts = list(scorers) if isinstance(scorers, Mapping) else [str(block.resolved())]
+        for part in parts:
+            if owner.setdefault(part, track) != track:
+                shown = part if isinstance(scorers, Mapping) else block.class_name
+                raise IncompatibleError(same_component(shown, owner[part], track))
+
+
+def credit_notices(recipe: Recipe) -> Iterator[str]:
+    """Rewards of tracks that have no effect on training."""
+    tracks = list(recipe.policies)
+    for name, reward in recipe.config.track_rewards.items():
+        upwards = tracks[: tracks.index(name) + 1]
+        if not set(upwards) & set(recipe.trained):
+            yield (
+                f"{reward.path} has no effect on training: {' and '.join(upwards)} only sample"
+                f"{'s' * (len(upwards) == 1)}. Its scores are logged"
+            )
+        if recipe.config.advantage.get("weights", dict) and "weight" in reward.written:
+            yield (
+                f"{reward.path}.weight has no effect on advantages: advantage.weights has the weight of each component"
+            )
+
+
+def credit_of_tracks(recipe: Recipe, scored: str) -> dict[str, str]:
+    """By track, from the last one to the first, the reward of a sample in words. Empty for a recipe of one track."""
+    if len(recipe.policies) == 1:
+        return {}
+    texts = {name: block.class_name for name, block in scored_by(recipe, scored).items()}
+    own = recipe.config.track_rewards
+    for child, name in recipe.parents.items():
+        credit = f"{recipe.credit} over {child}"
+        if name in own:
+            weight = own[name].require("weight", float)
+            text = ("" if weight == 1 else f"{weight:g} x ") + texts[name]
+            credit = f"{text} + {credit}" if own[name].require("with_credit", bool) else text
+        texts[name] = credit
+    return {name: texts[name] for name in reversed(list(recipe.policies)) if name in texts}
+
+
+# Credit
+
+
+def check_credit(recipe: Recipe) -> None:
+    """Checks the rule of credit of a recipe of several policies.
+
+    Raises:
+        IncompatibleError: 2020.
+    """
+    if len(recipe.policies) == 1:
+        return
+    rule = CREDIT_RULES[recipe.credit]
+    if rule.best_only:
+        _check_losses_of_best(recipe)
+    if rule.leave_one_out:
+        _check_estimator(recipe)
 
 
 def _check_losses_of_best(recipe: Recipe) -> None:

@@ -38,7 +38,7 @@ from unirl.models.base import Bundle
 from unirl.models.loading.estimate import ModelEstimate
 from unirl.models.unified.pipeline import IMAGE, UnifiedPipeline
 from unirl.plan.compatibility import KEPT_BY, check_compatibility, reads_snapshot
-from unirl.plan.credit import check_credit
+from unirl.plan.credit import check_credit, check_rewards, credit_notices
 from unirl.plan.geometry import Geometry, check_geometry, geometry_of
 from unirl.plan.layout import check_layout, layout_notices
 from unirl.plan.placement import PlacementPlan, plan_of
@@ -47,6 +47,7 @@ from unirl.rollout.engine.composed.engine import ComposedRolloutEngine, check_te
 from unirl.tracking.streams import say
 from unirl.train.backend.base import TrainBackend
 from unirl.train.backend.module_setup import check_component
+from unirl.train.unified_model_stack import UnifiedModelStack, check_balance
 from unirl.types.facts import ModelFacts
 from unirl.types.protocols import Needs
 from unirl.types.sampling import Sampling, sampling_as
@@ -116,14 +117,16 @@ def preflight(recipe: Recipe) -> Preflight:
             check_layout(policy, plan)
             geometry = geometry_of(policy, plan, needs)
             check_geometry(geometry)
-            check_compatibility(policy, needs, plan, is_scored=name in ("", trainer_class(config).track))
+            check_compatibility(policy, needs, plan)
             check_model(policy)
             check_sampling(policy, needs)
             texts += [said_of_policy(text, name, policy) for text in policy_notices(policy, plan, geometry, needs)]
     check_tracks(recipe)
-    check_credit(recipe, trainer_class(config).track)
+    check_rewards(recipe, trainer_class(config).track)
+    check_credit(recipe)
     check_evaluation(recipe)
     check_data(config)
+    texts += credit_notices(recipe)
     texts += environment_notices(recipe)
     texts = list(dict.fromkeys(texts))  # one about a shared setting comes from every policy
     return Preflight(geometry_of(config, plan_of(config), needs_of(config)), plan_of(config), tuple(texts))
@@ -237,7 +240,12 @@ def check_chain(recipe: Recipe) -> None:
             f"sampling names the track {unknown[0]}, and {config.pipeline.class_name} samples {', '.join(chain)}. Name "
             "some of these"
         )
-    for name in config.stack.get("loss_weights", dict) or {}:
+    stack = config.stack
+    if issubclass(stack.schema.owner, UnifiedModelStack):  # a stack of another class checks its own settings
+        check_balance(
+            stack.require("schedule", str), stack.require("balance", str), stack.require("balance_decay", float)
+        )
+    for name in stack.get("loss_weights", dict) or {}:
         if name not in recipe.trained:
             raise InvalidValueError(
                 f"stack.loss_weights.{name}: the trained tracks are {', '.join(recipe.trained)}. Name one of them, or "

@@ -31,6 +31,7 @@ from unirl.plan.cost import (
     memory_table,
     waiting_table,
 )
+from unirl.plan.credit import scored_by
 from unirl.plan.geometry import Geometry, geometry_of
 from unirl.plan.layout import transport_of
 from unirl.plan.placement import PlacementPlan, plan_of
@@ -88,7 +89,7 @@ class RunSizes:
     beside: Mapping[DeviceSet, Sequence[MemoryRow]] = field(default_factory=dict)
     """By devices, what the other policies of the recipe keep there while this one works: one row for each."""
     counts_reward: bool = True
-    """False for a policy beside the one whose samples are scored, which counts the reward models for both."""
+    """False for a policy beside the one of the last track, which counts the memory of all reward models."""
 
     @property
     def memory(self) -> list[tuple[DeviceSet, MemoryRow]]:
@@ -122,8 +123,11 @@ class RunSizes:
         return {home: MemoryRow(f"{name}, which waits", OTHER_POLICY, gib) for home, gib in totals.items()}
 
     @classmethod
-    def of(cls, config: RecipeConfig, is_trained: bool = True) -> RunSizes:
+    def of(cls, config: RecipeConfig, is_trained: bool = True, scorers: Sequence[Node] | None = None) -> RunSizes:
         """Works it out from the recipe and the configuration files that its bundle class reads.
+
+        Args:
+            scorers: those that score the samples of this policy; None = all of the recipe.
 
         With `stack.micro_batch_size=auto`, the settings hold the smallest micro-batch; `with_auto_micro` of
         unirl.plan.micro_batch chooses one.
@@ -137,7 +141,11 @@ class RunSizes:
         estimate = replace(estimate, facts=facts, cache_width=cache_width)
         geometry = geometry_of(config, placement, needs)
         transfer = _transfer(config, placement, estimate)
-        sizes = replace(_sizes(config, placement, geometry, needs, estimate, transfer), is_trained=is_trained)
+        sizes = replace(
+            _sizes(config, placement, geometry, needs, estimate, transfer),
+            is_trained=is_trained,
+            reward=reward_of(config, config.scorers if scorers is None else scorers),
+        )
         settings = _settings(config, placement, geometry, sizes, estimate)
         return cls(placement, geometry, estimate, transfer, sizes, settings)
 
@@ -149,8 +157,10 @@ class RecipeSizes:
     config: RecipeConfig
     is_trained: bool = True
     """False for a policy that only samples."""
-    is_scored: bool = True
-    """False for a policy beside the one whose samples are scored."""
+    scorers: Sequence[Node] | None = None
+    """The scorers of this policy's samples; None = all of the recipe."""
+    counts_reward: bool = True
+    """False for a policy beside the one of the last track."""
     others: Mapping[str, RecipeSizes] = field(default_factory=dict, repr=False)
     """The other policies of the recipe by name."""
 
@@ -171,7 +181,7 @@ class RecipeSizes:
         is_estimated = isinstance(self.config.bundle.schema.owner, Estimated) and self.config.model_path is not None
         if not is_estimated:
             return None
-        return replace(RunSizes.of(self.config, self.is_trained), counts_reward=self.is_scored)
+        return replace(RunSizes.of(self.config, self.is_trained, self.scorers), counts_reward=self.counts_reward)
 
 
 def sizes_of_policies(recipe: Recipe, configs: Mapping[str, RecipeConfig] | None = None) -> dict[str, RecipeSizes]:
@@ -182,10 +192,12 @@ def sizes_of_policies(recipe: Recipe, configs: Mapping[str, RecipeConfig] | None
     """
     policies = recipe.policies if configs is None else configs
     scored = trainer_class(recipe.config).track
+    blocks = scored_by(recipe, scored)
     sizes: dict[str, RecipeSizes] = {}
     for name, config in policies.items():
         is_trained = name in recipe.trained or recipe.shares_weights
-        sizes[name] = RecipeSizes(config, is_trained, len(policies) == 1 or name == scored)
+        scorers = [blocks[name]] if name in blocks else []
+        sizes[name] = RecipeSizes(config, is_trained, scorers, len(policies) == 1 or name == scored)
     # Tracks of one network keep the same weights, so nothing is added up.
     for name, each in sizes.items() if not recipe.shares_weights else ():
         each.others = {other: sizes[other] for other in sizes if other != name}
@@ -252,7 +264,7 @@ def _sizes(
         network=_network(estimate, sampling, rank, targets),
         decoding=decoding_of(config, sampling, tiled=config.pipeline.get("vae_tiling", bool) is True),
         stored=_stored(estimate, sampling, guided),
-        reward=reward_of(config),
+        reward=reward_of(config, config.scorers),
         num_prompts=geometry.num_prompts,
         encoded_tokens=sampling.max_sequence_length if isinstance(sampling, DiffusionSamplingParams) else 0,
         num_samples=geometry.num_samples,
@@ -405,34 +417,35 @@ def _recorded(sampling: DiffusionSamplingParams, facts: LatentFacts) -> LatentSe
     )
 
 
-def reward_of(config: RecipeConfig) -> Reward:
-    """The cost of the scorers of a recipe together, as their classes declare it."""
-    backend = config.reward_backend
-    nodes = [] if backend is None else [backend, *nodes_below(backend.values)]
-    costs: list[ScorerCost] = []
-    fast = slow = 0.0
-    unknown: list[str] = []
-    for node in nodes:
-        if not issubclass(node.schema.owner, RewardScorer):
-            continue
-        settings = node.get("config", Node)
-        if settings is not None and settings.get("path", str) == TOY:
-            continue
-        cost = inspect.getattr_static(node.schema.owner, "cost", None)
-        if isinstance(cost, ScorerCost):
-            costs.append(cost)
-            if settings is not None and settings.get("dtype", str) == "bf16":
-                fast += cost.flops
-            else:
-                slow += cost.flops
-        else:
-            unknown.append(node.class_name)
+def reward_of(config: RecipeConfig, scorers: Sequence[Node]) -> Reward:
+    """The cost of the reward: the parameters of all scorers of a recipe, and the time of some of them.
+
+    Args:
+        scorers: those whose time counts.
+    """
+    everything, counted = _costs(config.scorers), _costs(scorers)
     return Reward(
-        parameters=sum(cost.parameters for cost in costs),
-        flops=fast,
-        slow_flops=slow,
-        unknown=tuple(unknown),
+        parameters=sum(cost.parameters for _, cost, _ in everything if cost is not None),
+        flops=sum(cost.flops for _, cost, is_fast in counted if cost is not None and is_fast),
+        slow_flops=sum(cost.flops for _, cost, is_fast in counted if cost is not None and not is_fast),
+        unknown=tuple(name for name, cost, _ in counted if cost is None),
     )
+
+
+def _costs(blocks: Sequence[Node]) -> list[tuple[str, ScorerCost | None, bool]]:
+    """The class of each scorer in these blocks, its cost as the class declares it, and whether it runs in bf16.
+
+    The cost is None if it is not known. Scorers with a toy network are left out.
+    """
+    costs: list[tuple[str, ScorerCost | None, bool]] = []
+    for node in nodes_below(list(blocks)):
+        settings = node.get("config", Node)
+        is_toy = settings is not None and settings.get("path", str) == TOY
+        if issubclass(node.schema.owner, RewardScorer) and not is_toy:
+            cost = inspect.getattr_static(node.schema.owner, "cost", None)
+            is_fast = settings is not None and settings.get("dtype", str) == "bf16"
+            costs.append((node.class_name, cost if isinstance(cost, ScorerCost) else None, is_fast))
+    return costs
 
 
 def _transfer(config: RecipeConfig, plan: PlacementPlan, estimate: ModelEstimate) -> WeightTransfer:

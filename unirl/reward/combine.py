@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from unirl.config.errors import ConfigError, RewardError, did_you_mean
+from unirl.config.errors import ConfigError, InvalidValueError, RewardError, did_you_mean
 from unirl.reward.base import RewardScorer
 from unirl.reward.scoring import COMPONENT, PLAIN_NAME, failed_response, objective_of, response_of
 from unirl.types.protocols import Capabilities
@@ -40,6 +40,8 @@ class WeightedRewards(RewardScorer):
                 raise ConfigError(f"scorers.{name}: the name becomes part of a metric: {PLAIN_NAME}")
         for name in scorers.keys() - weights.keys():
             raise ConfigError(f"scorers.{name} has no weight: add weights.{name}, such as 1.0")
+        if not any(weights.values()):
+            raise InvalidValueError(f"weights{without_reward(weights)}")
         self.scorers = dict(scorers)
         self.parts = tuple(scorers.values())
         self.weights = dict(weights)
@@ -80,6 +82,11 @@ class WeightedRewards(RewardScorer):
             if weight:
                 total = total + weight * objective_of(self.scorers[name], images, prompts)
         return total
+
+
+def without_reward(weights: Mapping[str, float]) -> str:
+    """The end of a message about weights that are all 0, after their name."""
+    return f"={dict(weights)}: every reward would be 0, and nothing learned. Give one a weight, such as 1.0"
 
 
 def combined(total: Tensor, responses: Mapping[str, RewardResponse], logged: Collection[str]) -> RewardResponse:

@@ -94,7 +94,7 @@ class DropBudget:
             RewardError: 6002 when the policy does not allow so many samples of weight 0, or no other sample is left.
         """
         admitted = drop_failed(resp)
-        weights = torch.cat([track.weight for track in admitted.tracks.values() if track.rewards is not None])
+        weights = torch.cat([track.weight for track in scored_tracks(admitted)])
         self.counts.append((len(weights), int((weights == 0).sum())))
         samples, dropped = (sum(column) for column in zip(*self.counts, strict=True))
         if dropped > self.policy.max_dropped_fraction * samples or not weights.any():
@@ -103,7 +103,7 @@ class DropBudget:
 
     def _overdrawn(self, resp: RolloutResp, samples: int, dropped: int) -> str:
         name, row, failure = first_failure(resp)
-        reasons = sum((drop_reasons(track) for track in resp.tracks.values()), Counter[str]())
+        reasons = sum((drop_reasons(track) for track in scored_tracks(resp)), Counter[str]())
         counts = ", ".join(f"{count} by {reason}" for reason, count in sorted(reasons.items()))
         return (
             f"{dropped} of the {samples} samples of the last {len(self.counts)} steps were dropped, because they or "
@@ -118,6 +118,11 @@ class DropBudget:
     def load_state_dict(self, state: State) -> None:
         self.counts.clear()
         self.counts.extend((samples, dropped) for samples, dropped in state["counts"])
+
+
+def scored_tracks(resp: RolloutResp) -> list[RolloutTrack]:
+    """Returns the tracks that a reward scored, each with the scores of the rows above."""
+    return [resp.with_scores_above(name) for name, track in resp.tracks.items() if track.rewards is not None]
 
 
 def drop_failed(resp: RolloutResp) -> RolloutResp:

@@ -110,6 +110,7 @@ class RemoteRewardBackend(RewardScorer):
     """Sends rows to a reward service and retries until it has their scores. Threads may share it."""
 
     reads_levels = True
+    capabilities = Capabilities()  # of the class; an object scores what its `input_kind` says
 
     def __init__(self, *, config: RemoteRewardSpec) -> None:
         self.config = config

@@ -1,15 +1,23 @@
-"""The reward role: scores the leaf tracks of a response and attaches the rewards."""
+"""The reward role: scores the last tracks of a response and those with rewards of their own."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from unirl.config.errors import ConfigError, DataError, InvalidScoreError, RewardError, did_you_mean
+from unirl.config.errors import (
+    ConfigError,
+    DataError,
+    IncompatibleError,
+    InvalidScoreError,
+    RewardError,
+    did_you_mean,
+)
 from unirl.distributed.group.dispatch import broadcast, rank0, scatter
 from unirl.distributed.group.rank import current
 from unirl.models.images import fit_image, read_image
@@ -66,103 +74,167 @@ def _columns(own: Columns | None, all_columns: Sequence[Columns | None], blank: 
     return {name: (own or {}).get(name, blank) for columns in all_columns for name in columns or {}}
 
 
-class RewardService:
-    """Holds one scorer or a weighted set of scorers. By default, the first sample without a score stops the run."""
+@dataclass(frozen=True)
+class DecodedMedia:
+    """The decoded samples of a track, for one scorer."""
 
-    def __init__(self, *, backend: RewardScorer, on_failure: FailurePolicy = STRICT) -> None:
-        """
-        Args:
-            backend: the scorer. `unirl.reward.combine.WeightedRewards` combines several.
-            on_failure: the policy for samples that cannot be scored.
-        """
-        for column in backend.reads:
-            if column not in COLUMNS:
-                raise ConfigError(
-                    f"reward {name_of(backend)!r} reads {column!r}, which is not a column of a reward request."
-                    f"{did_you_mean(column, COLUMNS)} Choose among {', '.join(COLUMNS)}"
-                )
-        self.backend = backend
-        self.on_failure = on_failure
+    reward: str
+    """The name of the scorer, for errors."""
+    track: RolloutTrack
 
-    @scatter(concat_scored, order=RolloutResp.select, unread=("conditions", "segment"))
-    def score_and_attach(self, req: RolloutReq, resp: RolloutResp) -> RolloutResp:
-        """Returns the response with rewards [B] and component rewards on every leaf track.
-
-        If `on_failure` allows samples of weight 0, a sample that cannot be scored gets the reward NaN, and its failures
-        give the reason. Otherwise RewardError is raised.
-        """
-        parents = {track.parent_track for track in resp.tracks.values()}
-        for name in [name for name in resp.tracks if name not in parents]:
-            track = resp.tracks[name]
-            begin = time.perf_counter()
-            response = self.on_failure.score(self.backend, self._request(req, resp, name), name_of(self.backend))
-            resp = resp.with_track(name, with_rewards(track, response, time.perf_counter() - begin))
-        return resp
-
-    def _request(self, req: RolloutReq, resp: RolloutResp, name: str) -> RewardRequest:
-        track = resp.tracks[name]
-        if track.rewards is not None:
-            raise RewardError(f"sample {track.sample_ids[0]!r} already has a reward: rewards are attached once")
-        rows, uris = root_rows(req, resp, track), req.prompt_image_uris()
-        reads = self.backend.reads
-        return RewardRequest(
-            sample_ids=track.sample_ids,
-            lengths=self._lengths(req.tracks[name].sampling, track) if "lengths" in reads else None,
-            prompts=[req.prompts()[row] for row in rows] if "prompts" in reads else None,
-            images=self._decoded_as(Images, "images", track).pixels if "images" in reads else None,
-            videos=self._decoded_as(Videos, "videos", track) if "videos" in reads else None,
-            texts=self._decoded_as(Texts, "texts", track).texts if "texts" in reads else None,
-            sources=self._sources([uris[row] for row in rows], track) if "sources" in reads else None,
-            metadata=[req.metadata[row] for row in rows] if "metadata" in reads else None,
-        )
-
-    def _lengths(self, sampling: Sampling, track: RolloutTrack) -> list[ResponseLength]:
-        """Returns the number of tokens of each text [B] of a track and the limit at which sampling cuts it off."""
-        self._decoded_as(Texts, "lengths", track)
+    def lengths(self, sampling: Sampling) -> list[ResponseLength]:
+        """Returns the number of tokens of each text [B] and the limit at which sampling cuts it off."""
+        self.of(Texts, "lengths")
         limit = sampling_as(ARSamplingParams, sampling, "the track of the responses is sampled with").max_new_tokens
-        return [ResponseLength(tokens, limit) for tokens in track.sampled_as(TextSegment).segment.lengths.tolist()]
+        tokens = self.track.sampled_as(TextSegment).segment.lengths.tolist()
+        return [ResponseLength(count, limit) for count in tokens]
 
-    def _sources(self, uris: Sequence[tuple[str, ...]], track: RolloutTrack) -> list[list[Tensor]]:
+    def sources(self, uris: Sequence[tuple[str, ...]]) -> list[list[Tensor]]:
         """Returns the source images of each row's prompt, cropped to the sample's size as the model saw them.
 
         Each file is read once.
         """
-        height, width = self._decoded_as(Images, "images", track).pixels.shape[-2:]
-        for sample, sample_uris in zip(track.sample_ids, uris, strict=True):
+        height, width = self.of(Images, "images").pixels.shape[-2:]
+        for sample, sample_uris in zip(self.track.sample_ids, uris, strict=True):
             if not sample_uris:
                 raise RewardError(
-                    f"reward {name_of(self.backend)!r} compares a sample with its source image, and the prompt of "
+                    f"reward {self.reward!r} compares a sample with its source image, and the prompt of "
                     f"sample {sample!r} has no image: give it media_refs of role condition"
                 )
         distinct = dict.fromkeys(uri for sample_uris in uris for uri in sample_uris)
         opened = {uri: fit_image(read_image(uri), height, width) for uri in distinct}
         return [[opened[uri] for uri in sample_uris] for sample_uris in uris]
 
-    def _decoded_as(self, kind: type[DecodedT], column: str, track: RolloutTrack) -> DecodedT:
-        """Returns the decoded media of the track, which hold `column`. Raises RewardError if they have another type."""
-        if not isinstance(track.decoded, kind):
+    def of(self, kind: type[DecodedT], column: str) -> DecodedT:
+        """Returns the media, which hold `column`. Raises RewardError if they have another type."""
+        decoded = self.track.decoded
+        if not isinstance(decoded, kind):
             raise RewardError(
-                f"reward {name_of(self.backend)!r} reads {column}, but the rollout decoded "
-                f"{type(track.decoded).__name__} (sample {track.sample_ids[0]!r}): choose a reward for this modality"
+                f"reward {self.reward!r} reads {column}, but the rollout decoded {type(decoded).__name__} (sample "
+                f"{self.track.sample_ids[0]!r}): choose a reward for this modality"
             )
-        return track.decoded
+        return decoded
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackReward:
+    """The reward of a track whose samples are continued by another track, such as the rewrites of prompts."""
+
+    backend: RewardScorer
+    """Scores the samples of this track, for the prompt of the data."""
+    weight: float = 1.0
+    """The reward of a sample is weight x its score + the reward that comes from the samples that continue it."""
+    with_credit: bool = True
+    """False: the reward of a sample is weight x its score alone, and the samples that continue it do not count."""
+
+
+class RewardService:
+    """Holds one scorer or a weighted set of scorers. By default, the first sample without a score stops the run."""
+
+    def __init__(
+        self,
+        *,
+        backend: RewardScorer,
+        tracks: Mapping[str, TrackReward] | None = None,
+        on_failure: FailurePolicy = STRICT,
+    ) -> None:
+        """
+        Args:
+            backend: the scorer of the last track. `unirl.reward.combine.WeightedRewards` combines several.
+            tracks: rewards of other tracks by name, such as `ar` for the rewrites of prompts. They are added to the
+                rewards that these tracks get by the rule `credit`.
+            on_failure: the policy for samples that cannot be scored.
+        """
+        self.backend = backend
+        self.tracks = dict(tracks or {})
+        self.on_failure = on_failure
+        for scorer in self.scorers:
+            for column in scorer.reads:
+                if column not in COLUMNS:
+                    raise ConfigError(
+                        f"reward {name_of(scorer)!r} reads {column!r}, which is not a column of a reward request."
+                        f"{did_you_mean(column, COLUMNS)} Choose among {', '.join(COLUMNS)}"
+                    )
+
+    @property
+    def scorers(self) -> tuple[RewardScorer, ...]:
+        """The scorer of the last track, then those of other tracks."""
+        return (self.backend, *(own.backend for own in self.tracks.values()))
+
+    @scatter(concat_scored, order=RolloutResp.select, unread=("conditions", "segment"))
+    def score_and_attach(self, req: RolloutReq, resp: RolloutResp) -> RolloutResp:
+        """Returns the response with rewards [B] and component rewards on every leaf track and every track in `tracks`.
+
+        If `on_failure` allows samples of weight 0, a sample that cannot be scored gets the reward NaN, and its failures
+        give the reason. Otherwise RewardError is raised.
+
+        Raises:
+            IncompatibleError: 2020 the response lacks a track in `tracks`, or two tracks have a component of one name.
+        """
+        for name in self.tracks.keys() - resp.tracks.keys():
+            raise IncompatibleError(no_such_track(name, list(resp.tracks)))
+        parents = {track.parent_track for track in resp.tracks.values()}
+        for name in resp.tracks:
+            if name in self.tracks:
+                resp = resp.with_track(name, self._scored_by_its_own(self.tracks[name], req, resp, name))
+            elif name not in parents:
+                resp = resp.with_track(name, self._scored(self.backend, req, resp, name))
+        self._check_components(resp)
+        return resp
+
+    def _check_components(self, resp: RolloutResp) -> None:
+        """Checks that no track has a component of its own that another one has, so that names say what was scored."""
+        owner: dict[str, str] = {}
+        for name, track in resp.tracks.items():
+            for part in {**(track.component_rewards or {}), **(track.logged_rewards or {})}:
+                other = owner.setdefault(part, name)
+                if other != name and {other, name} & self.tracks.keys():
+                    raise IncompatibleError(same_component(part, other, name))
+
+    def _scored(self, scorer: RewardScorer, req: RolloutReq, resp: RolloutResp, name: str) -> RolloutTrack:
+        begin = time.perf_counter()
+        response = self.on_failure.score(scorer, self._request(scorer, req, resp, name), name_of(scorer))
+        return with_rewards(resp.tracks[name], response, time.perf_counter() - begin)
+
+    def _scored_by_its_own(self, own: TrackReward, req: RolloutReq, resp: RolloutResp, name: str) -> RolloutTrack:
+        track = self._scored(own.backend, req, resp, name)
+        assert track.rewards is not None
+        return track.replace(rewards=own.weight * track.rewards, rewards_are_final=not own.with_credit)
+
+    def _request(self, scorer: RewardScorer, req: RolloutReq, resp: RolloutResp, name: str) -> RewardRequest:
+        track = resp.tracks[name]
+        if track.rewards is not None:
+            raise RewardError(f"sample {track.sample_ids[0]!r} already has a reward: rewards are attached once")
+        rows, uris = root_rows(req, resp, track), req.prompt_image_uris()
+        reads, media = scorer.reads, DecodedMedia(name_of(scorer), track)
+        return RewardRequest(
+            sample_ids=track.sample_ids,
+            lengths=media.lengths(req.tracks[name].sampling) if "lengths" in reads else None,
+            prompts=[req.prompts()[row] for row in rows] if "prompts" in reads else None,
+            images=media.of(Images, "images").pixels if "images" in reads else None,
+            videos=media.of(Videos, "videos") if "videos" in reads else None,
+            texts=media.of(Texts, "texts").texts if "texts" in reads else None,
+            sources=media.sources([uris[row] for row in rows]) if "sources" in reads else None,
+            metadata=[req.metadata[row] for row in rows] if "metadata" in reads else None,
+        )
 
     @rank0
     def check_prompts(self, prompts: Sequence[str], metadata: Sequence[Metadata], ids: Sequence[str]) -> None:
-        """Checks, before anything is generated, the scorer's server and every prompt.
+        """Checks, before anything is generated, the server of each scorer and every prompt.
 
         Raises:
-            RewardError, ConfigError: the server that the scorer depends on cannot be used from this process.
-            DataError: 4002 a prompt lacks something that the scorer needs; the message names the prompt.
+            RewardError, ConfigError: the server that a scorer depends on cannot be used from this process.
+            DataError: 4002 a prompt lacks something that a scorer needs; the message names the prompt.
         """
-        self.backend.check_start()
-        for prompt, prompt_metadata, prompt_id in zip(prompts, metadata, ids, strict=True):
-            try:
-                self.backend.check_prompt(prompt, prompt_metadata)
-            except RewardError as error:
-                raise DataError(
-                    f"prompt {prompt_id!r} has no sample that reward {name_of(self.backend)!r} could score: {error}"
-                ) from error
+        for scorer in self.scorers:
+            scorer.check_start()
+            for prompt, prompt_metadata, prompt_id in zip(prompts, metadata, ids, strict=True):
+                try:
+                    scorer.check_prompt(prompt, prompt_metadata)
+                except RewardError as error:
+                    raise DataError(
+                        f"prompt {prompt_id!r} has no sample that reward {name_of(scorer)!r} could score: {error}"
+                    ) from error
 
     def probe(self, request: RewardRequest) -> RewardResponse:
         """Returns the scores of rows that differ. Raises RewardError when all are equal, since they carry no signal."""
@@ -180,16 +252,31 @@ class RewardService:
 
     @broadcast
     def offload(self, names: Sequence[str]) -> None:
-        """Moves the scorer off the device unless `names` is empty. A reward cannot be moved in parts."""
+        """Moves all scorers off the device unless `names` is empty. A reward cannot be moved in parts."""
         if names:
-            self.backend.offload()
+            for scorer in self.scorers:
+                scorer.offload()
             current().free_unused()
 
     @broadcast
     def onload(self, names: Sequence[str]) -> None:
-        """Moves the scorer back to the device unless `names` is empty."""
+        """Moves all scorers back to the device unless `names` is empty."""
         if names:
-            self.backend.onload()
+            for scorer in self.scorers:
+                scorer.onload()
+
+
+def no_such_track(name: str, tracks: Sequence[str]) -> str:
+    """The message for a reward of a track that is not sampled."""
+    return f"reward.tracks.{name} names no track.{did_you_mean(name, tracks)} The tracks are {', '.join(tracks)}"
+
+
+def same_component(part: str, track: str, other: str) -> str:
+    """The message for two tracks with a component of one name."""
+    return (
+        f"the rewards of the tracks {track} and {other} both have a component '{part}', and a name must say which "
+        "samples were scored. Put one of the scorers into unirl.reward.combine.WeightedRewards, under another name"
+    )
 
 
 def root_rows(req: RolloutReq, resp: RolloutResp, track: RolloutTrack) -> list[int]:

@@ -38,6 +38,10 @@ METRICS: Mapping[str, str] = {
     "queue/reward_latency": "mean seconds from the end of sampling of a batch to its scores",
     "queue/reward_busy": "share of the time from the first batch to the last score in which the reward worked",
     "train/loss": "loss per element, as differentiated",
+    "train/loss_rms": "root mean square of the loss over its elements: the size of a loss whose mean is near 0; not of "
+    "losses on pairs or on the gradient of the reward",
+    "train/loss_weight": "factor of the gradient of a track in a joint update; only with a `stack.balance` that is not "
+    "fixed",
     "train/policy_loss": "policy term of the loss",
     "train/kl_loss": "weighted KL term of the loss",
     "train/velocity_loss": "weighted term that keeps the velocity near that of other policies",

@@ -9,18 +9,20 @@ tracks are measured before the first update of a step, so every ratio is one to 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import Annotated, ClassVar, Literal
 
 import torch
 from msgspec import Meta
 
 from unirl.config.errors import InvalidValueError
-from unirl.distributed.group.dispatch import scatter
+from unirl.distributed.group.dispatch import broadcast, rank0, scatter
 from unirl.train.backend.base import TrainBackend
+from unirl.train.loss_balance import LossBalance, NormBalance, TrackGradient, UncertaintyBalance
 from unirl.train.stack import PreparedStep, TrainStack, Update, loss_metric, merge_ranks
-from unirl.types.protocols import TrainingProgress
+from unirl.types.protocols import State, TrainingProgress
 from unirl.types.results import Metric, Metrics, TrainStepResult, merge
 from unirl.types.rollout_resp import RolloutResp
 
@@ -28,6 +30,12 @@ SHARED = ""
 """The name under which a step reports the metrics of the weights, which the tracks share."""
 OF_TRACKS = ("micro_batch_size", "max_grad_norm", "num_updates_per_batch", "max_nonfinite_updates")
 """The settings that the stack of each track has as well."""
+
+BALANCE_DECAY = 0.99
+"""The default of `balance_decay`: an average over about 100 updates."""
+
+Gradients = dict[str, tuple[torch.Tensor, Metrics]]
+"""By track whose gradient was added: its part of the loss of the update on this rank, [] float64, and its metrics."""
 
 TrackResults = dict[str, TrainStepResult]
 
@@ -51,11 +59,15 @@ class UnifiedModelStack:
     """joint = one optimizer update for all tracks; alternating = one for each track, in the order of the tracks."""
     loss_weights: dict[str, Annotated[float, Meta(gt=0)]] = field(default_factory=dict)
     """The factor of the loss of each track. A track without an entry has the factor 1."""
-    balance: Literal["fixed", "gradient_norm"] = "fixed"
-    """gradient_norm scales the gradients of a joint update so that their norms have the ratio of `loss_weights`.
+    balance: Literal["fixed", "gradient_norm", "uncertainty"] = "fixed"
+    """gradient_norm and uncertainty scale the gradients of a joint update, by norms or by the sizes of the losses.
 
-    The gradients g_t of the tracks become w_t g_t / |g_t|, times the weighted mean of the norms |g_t|.
+    gradient_norm makes the gradient g_t of track t w_t g_t / |g_t|, times the weighted mean of the norms |g_t|.
+    uncertainty makes it w_t g_t / s_t; s_t is the running root mean square of the loss over its elements. Both hold one
+    gradient of the trained weights for each track.
     """
+    balance_decay: Annotated[float, Meta(ge=0, lt=1)] = BALANCE_DECAY
+    """Decay per update of the mean square of the loss. Only `balance: uncertainty` reads it; 0 = this update alone."""
     micro_batch_size: int | Literal["auto"] = "auto"
     """Rows of one track per forward and backward pass. The word "auto" lets the plan choose for each track."""
     max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0
@@ -72,11 +84,18 @@ class UnifiedModelStack:
                 f"stack.loss_weights names the track {unknown[0]!r}, which has no loss. The trained tracks are "
                 f"{', '.join(self.stacks)}"
             )
-        if self.balance == "gradient_norm" and self.schedule == "alternating":
-            raise InvalidValueError(
-                "stack.balance=gradient_norm balances the gradients that one joint update adds up, and "
-                "stack.schedule=alternating makes an update of each. Use schedule=joint, or balance=fixed"
-            )
+        check_balance(self.schedule, self.balance, self.balance_decay)
+        self.rule = balance_rule(self.balance, self.stacks, self.balance_decay)
+
+    @rank0
+    def state_dict(self) -> State:
+        """The state of the balance; empty unless it depends on earlier updates."""
+        return {} if self.rule is None else self.rule.state_dict()
+
+    @broadcast
+    def load_state_dict(self, state: State) -> None:
+        if self.rule is not None:
+            self.rule.load_state_dict(state)
 
     @scatter(merge_tracks, unread=("decoded",))
     def train_tracks(self, resp: RolloutResp, now: Mapping[str, TrainingProgress]) -> TrackResults:
@@ -109,22 +128,39 @@ class UnifiedModelStack:
         metrics: dict[str, Metrics] = {name: {} for name in work}
         if not trained:
             return metrics | {SHARED: {"train/skipped_updates": Metric.sum(1.0)}}
-        apart = self.balance == "gradient_norm"
-        totals: list[torch.Tensor] = []
-        for name in trained:
-            is_last = apart or name == trained[-1]
-            scale = (1.0 if apart else self._weight(name)) / counts[name]
-            total, own = self._accumulate(name, work[name], number, scale, is_last, first=number == 0)
-            totals.append(total)
-            metrics[name] = loss_metric(total) | own
-            if apart:
-                self.backend.set_gradient_aside()
-        if apart:
-            norms = self.backend.join_gradients([self._weight(name) for name in trained])
-            for name, norm in zip(trained, norms, strict=True):
-                metrics[name]["train/grad_norm"] = Metric.mean(norm)
-        step = self.stacks[trained[-1]].step(torch.stack(totals).sum(), {})
-        return metrics | {SHARED: step}
+        scales = {name: 1.0 / counts[name] for name in trained}
+        add = self._weighted if self.rule is None else partial(self._balanced, self.rule)
+        results = add(scales, work, number)
+        loss = torch.stack([total for total, _ in results.values()]).sum()
+        step = self.stacks[trained[-1]].step(loss, {})
+        return metrics | {name: own for name, (_, own) in results.items()} | {SHARED: step}
+
+    def _weighted(self, scales: Mapping[str, float], work: Mapping[str, PreparedStep], number: int) -> Gradients:
+        """Add the gradient of each track, times its loss weight."""
+        *_, last = scales
+        results: Gradients = {}
+        for name, scale in scales.items():
+            scale *= self._weight(name)
+            total, own = self._accumulate(name, work[name], number, scale, is_last=name == last, first=number == 0)
+            results[name] = total, loss_metric(total) | own
+        return results
+
+    def _balanced(
+        self, rule: LossBalance, scales: Mapping[str, float], work: Mapping[str, PreparedStep], number: int
+    ) -> Gradients:
+        """Add the gradient of each track, times the factor that `rule` gives it when all of them are known."""
+        results: Gradients = {}
+        apart: dict[str, TrackGradient] = {}
+        for name, scale in scales.items():
+            results[name] = self._accumulate(name, work[name], number, scale, is_last=True, first=number == 0)
+            apart[name] = TrackGradient(self._weight(name), self.backend.set_gradient_aside(), results[name][1])
+        factors = rule.factors(apart)
+        self.backend.join_gradients([factors[name] for name in apart])
+        for name, (total, own) in results.items():
+            values = {"train/grad_norm": apart[name].norm, "train/loss_weight": factors[name]}
+            balanced = {key: Metric.mean(value) for key, value in values.items()}
+            results[name] = factors[name] * total, loss_metric(total) | own | balanced
+        return results
 
     def _alternating(self, work: Mapping[str, PreparedStep], number: int) -> dict[str, Metrics]:
         """One update for each track, in the order of the tracks."""
@@ -145,3 +181,24 @@ class UnifiedModelStack:
     ) -> tuple[torch.Tensor, Metrics]:
         micros: Update = prepared.updates[number]
         return self.stacks[track].accumulate(micros, prepared.now, first, scale, is_last)
+
+
+def balance_rule(name: str, tracks: Iterable[str], decay: float) -> LossBalance | None:
+    """The rule that scales the gradients of a joint update. None: `loss_weights` scale the losses themselves."""
+    if name == "fixed":
+        return None
+    return NormBalance() if name == "gradient_norm" else UncertaintyBalance(tracks, decay)
+
+
+def check_balance(schedule: str, balance: str, decay: float) -> None:
+    """Raises InvalidValueError unless the settings of a `UnifiedModelStack` fit each other."""
+    if balance != "fixed" and schedule == "alternating":
+        raise InvalidValueError(
+            f"stack.balance={balance} balances the gradients that one joint update adds up, and "
+            "stack.schedule=alternating makes an update of each. Use schedule=joint, or balance=fixed"
+        )
+    if balance != "uncertainty" and decay != BALANCE_DECAY:
+        raise InvalidValueError(
+            f"stack.balance_decay={decay:g} has no effect: stack.balance={balance} keeps no average. Remove it, or use "
+            "balance=uncertainty"
+        )

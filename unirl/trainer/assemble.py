@@ -208,10 +208,15 @@ def assemble(
         stateful[named(name, "kl")] = each.kl
     for name, learner in learners.items():
         stateful[named(name, "publisher")] = learner.publisher
+    saved_objects = {name: item for name, item in stateful.items() if isinstance(item, Stateful)}
+    for name, learner in learners.items():
+        shared = learner.roles.shared_stack
+        if shared is not None and shared.state_dict():
+            saved_objects[named(name, "stack")] = shared
     state = RunState(
         policies=learners,
         tracker=tracker,
-        stateful={name: item for name, item in stateful.items() if isinstance(item, Stateful)},
+        stateful=saved_objects,
         recipe=recipe.resolved(),
         environment=environment(next(iter(learners.values())).roles.train_ranks),
         chosen=chosen,
@@ -414,9 +419,9 @@ def check_reward(config: RecipeConfig) -> None:
     """
     if config.devices_per_node not in (None, config.num_devices):
         return
-    backend = config.reward_backend
-    if backend is not None and any(_checks_start(node.schema.owner) for node in nodes_below(backend)):
-        build(backend).check_start()
+    for scorer in config.scorers:
+        if any(_checks_start(node.schema.owner) for node in nodes_below(scorer)):
+            build(scorer).check_start()
 
 
 def look_up_models(recipe: Recipe) -> None:
@@ -432,7 +437,7 @@ def look_up_models(recipe: Recipe) -> None:
         for name, policy in recipe.policies.items()
         if policy.model_path is not None
     }
-    look_up(trained | ({} if config.reward_backend is None else models_named_by(config.reward_backend)))
+    look_up(trained | models_named_by(config.reward))
 
 
 def models_named_by(root: Node) -> dict[str, str]:

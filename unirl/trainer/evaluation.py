@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
-from unirl.config.errors import RewardError
+from unirl.config.errors import RewardError, WeightsLostError
 from unirl.config.recipe import EvaluationConfig
 from unirl.data.data_source import by_size
 from unirl.data.datasets import Prompt
 from unirl.plan.prompts import prompts_of
-from unirl.reward.failures import first_failure
 from unirl.reward.service import RewardService, root_rows
 from unirl.rollout.engine.base import RolloutEngine
 from unirl.trainer.learner import Learner
@@ -62,7 +62,7 @@ class Evaluator:
         req, resp = self.sample(prompts)
         with self.phase("eval", self.track):
             resp = self.reward.score_and_attach(req, resp)
-            track = resp.tracks[self.track]
+            track = resp.with_scores_above(self.track)
             return eval_result(req.select(root_rows(req, resp, track)), track, self.rollout.preview)
 
     def sample(self, prompts: Sequence[Prompt]) -> tuple[RolloutReq, RolloutResp]:
@@ -71,11 +71,12 @@ class Evaluator:
         req = self.requests.evaluation(prompts, versions)
         self.phase.pool.release(EVALUATION)
         self.phase.pool.step = EVALUATION
-        for learner in self.learners:
-            with self.phase("sync", learner.track):
-                learner.roles.sync.push(learner.version, req.tracks[learner.track].weights)
-        with self.phase("eval", self.learners[0].track):
-            return req, self.rollout.generate(req)
+        while True:  # an engine restarts its server only a few times, and then raises another error
+            for learner in self.learners:
+                with self.phase("sync", learner.track):
+                    learner.roles.sync.push(learner.version, req.tracks[learner.track].weights)
+            with suppress(WeightsLostError), self.phase("eval", self.learners[0].track):
+                return req, self.rollout.generate(req)
 
 
 def eval_result(req: RolloutReq, track: RolloutTrack, preview: Callable[[Decoded], Preview]) -> EvalResult:
@@ -83,6 +84,7 @@ def eval_result(req: RolloutReq, track: RolloutTrack, preview: Callable[[Decoded
 
     Args:
         req: the row of the request that each row of the track descends from.
+        track: the last track, with the scores of the rows above it.
 
     Raises:
         RewardError: 6002 when no row has a reward.
@@ -90,7 +92,7 @@ def eval_result(req: RolloutReq, track: RolloutTrack, preview: Callable[[Decoded
     rows = scored_rows(track)
     unscored = len(track) - len(rows)
     if not rows:
-        failure = first_failure(RolloutResp({"": track}))[2]
+        failure = next(failures[0] for failures in track.failures or () if failures)
         raise RewardError.of_code(failure.code)(
             f"no sample of the evaluation could be scored. The first: {failure.why}"
         )

@@ -1,4 +1,4 @@
-"""One set of weights of a run: the tracks that it samples, and the losses that train it on them."""
+"""Trains one set of weights of a run on the tracks that it samples, with the loss of each track."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from unirl.types.rollout_resp import RolloutResp, RolloutTrack
 
 @dataclass(eq=False, kw_only=True)
 class TrackLearner:
-    """What a policy learns from one track."""
+    """The training of a policy on one track: its loss, its settings, and the checks before the first update."""
 
     track: str
     is_trained: bool = True
@@ -114,7 +114,7 @@ class Learner:
         return self.publisher.publish(step, self.version)
 
     def learn(self, step: int, resp: RolloutResp, monitor: Monitor) -> dict[str, dict[str, float]]:
-        """Update the weights on the credited samples of one step. Returns the metrics by track."""
+        """Update the weights on the samples of one step, which have advantages. Returns the metrics by track."""
         learners = {name: each for name, each in self.tracks.items() if each.is_trained}
         now = {name: each.progress(step) for name, each in learners.items()}
         rows = self._rows(resp, learners)
@@ -140,7 +140,7 @@ class Learner:
         return RolloutResp({name: balanced_track(track, num_updates, self.roles.train_ranks, together)})
 
     def _train(self, rows: RolloutResp, now: Mapping[str, TrainingProgress]) -> dict[str, dict[str, float]]:
-        """The metrics of an update of each trained track; those of weights that tracks share have the name ""."""
+        """The metrics of an update, by track. Metrics of weights that several tracks share have the name ""."""
         if self.roles.shared_stack is not None:
             results = self.roles.shared_stack.train_tracks(rows, now)
         else:

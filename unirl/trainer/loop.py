@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from traceback import clear_frames
 from typing import ClassVar, Literal
 
-from unirl.config.errors import MemoryShortageError, UniRLError
+from unirl.config.errors import MemoryShortageError, UniRLError, WeightsLostError
 from unirl.config.recipe import RecipeConfig
 from unirl.data.datasets import Prompt
 from unirl.distributed.weight_sync.base import SyncReport
@@ -35,6 +35,7 @@ from unirl.types.credit import CREDIT_RULES, CreditName
 from unirl.types.evaluation import EvalResult
 from unirl.types.protocols import DataSource, State
 from unirl.types.results import values
+from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import AdvantageEstimator, RolloutResp
 
 
@@ -154,16 +155,27 @@ class Trainer:
             prompts = self.data.take(self.config.batch_size, size)
             size = prompts[0].size
             req = self.requests.training(prompts, step, published)
-            with self.phase("generate", self.learners[0].track):  # the engine then calls `Phases.turn`
-                self.overlap.generate(req)
+            self._sample(step, req)
             with self.phase("reward"):
                 resp, waits = self.overlap.scores()
             check_versions(req, resp)
             samples.add(req, resp, waits)
         return samples
 
+    def _sample(self, step: int, req: RolloutReq) -> None:
+        """Sample a request. If a server lost its weights meanwhile, send them again, and repeat all of it."""
+        while True:  # an engine restarts its server only a few times, and then raises another error
+            try:
+                with self.phase("generate", self.learners[0].track):  # the engine then calls `Phases.turn`
+                    return self.overlap.generate(req)
+            except WeightsLostError as error:
+                self.tracker.note(f"step {step + 1} samples again: {str(error).splitlines()[0]}")
+                self.publish(step)
+
     def credit(self, step: int, resp: RolloutResp, scored: RolloutResp | None = None) -> RolloutResp:
         """Rewards up the tree and one advantage per row; a track without rewards takes its parent's advantages.
+
+        The reward of a row above the last track is its own, if the recipe scores its track, plus that of its children.
 
         A rule that trains only the best child of a parent sets the weight of the others to 0 after their advantages are
         known, so that the best one is compared with them.
@@ -173,13 +185,14 @@ class Trainer:
         """
         scored = (resp if scored is None else scored).propagate_rewards(self.credit_rule)
         resp = resp.propagate_rewards(self.credit_rule)
+        components = {part for track in resp.tracks.values() for part in track.component_rewards or {}}
         for name in resp.by_depth():
             track = resp.tracks[name]
             if track.rewards is None:
                 resp = resp.inherit_advantages(name)
                 continue
             progress = fraction_done(step, self.config.num_rollouts)
-            credited, metrics = track.compute_advantages(self.advantage, progress, name)
+            credited, metrics = track.compute_advantages(self.advantage, progress, name, components)
             resp = resp.with_track(name, credited)
             self.monitor.record(name, values(metrics) | reward_metrics(scored.tracks[name]))
             if CREDIT_RULES[self.credit_rule].best_only:

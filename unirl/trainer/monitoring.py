@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from unirl.tracking.tracker import Tracker
 
 
-RUN_METRICS = ("rollout/reward_mean", "rollout/reward_std", "rollout/reward_min", "rollout/reward_max", "reward/")
-"""Metrics of the scored track that describe the run as a whole, or their beginnings."""
+RUN_METRICS = ("rollout/reward_mean", "rollout/reward_std", "rollout/reward_min", "rollout/reward_max")
+"""Metrics of the last track that describe the run as a whole."""
+COMPONENTS = "reward/"
+"""The beginning of the metrics of components."""
 
 
 @dataclass
@@ -44,27 +46,28 @@ class Monitor:
     has_warned_of_padding: bool = False
 
     def record(self, track: str, metrics: Mapping[str, float]) -> None:
-        """Take metrics of one track, under its name where the run has several.
+        """Record the metrics of one track. In a run with several tracks, each name begins with that of its track.
 
-        Metrics without the name of a track are about weights that tracks share. The rewards of the track that is
-        scored are those of the run, and stand without its name as well.
+        Metrics with an empty `track` describe weights that tracks share. The rewards of the last track describe the run
+        as a whole, so they are recorded once more without the name of the track. So are the components of each track; a
+        component belongs to one track, so that what a track below records later does not replace another one.
         """
         if not self.has_several or not track:
             self.tracker.record(metrics)
             return
         self.tracker.record({f"{track}/{key}": value for key, value in metrics.items()})
-        if track == self.track:
-            self.tracker.record({key: value for key, value in metrics.items() if key.startswith(RUN_METRICS)})
+        of_run = (*RUN_METRICS, COMPONENTS) if track == self.track else (COMPONENTS,)
+        self.tracker.record({key: value for key, value in metrics.items() if key.startswith(of_run)})
 
     def account(self, done: int, req: RolloutReq, resp: RolloutResp, selected: SelectedSamples) -> None:
-        """Write down where all samples of a step went: statistics, the ledger, and what is worth an event.
+        """Record how many samples of a step are trained and why others are dropped: metrics, the ledger, and events.
 
         Args:
             done: the number of steps finished after this one.
         """
         for name, track in resp.tracks.items():
             self.record(name, {**track.segment.statistics(), **rewrite_metrics(req, resp, track)})
-        track = resp.tracks[self.track]
+        track = resp.with_scores_above(self.track)
         reasons = {**drop_reasons(track), **selected.reasons}
         dropped = sum(reasons.values())
         self.tracker.ledger(done, generated=len(track), scored=len(track) - dropped, dropped=dropped, reasons=reasons)
@@ -78,12 +81,12 @@ class Monitor:
     def keep_samples(
         self, done: int, req: RolloutReq, resp: RolloutResp, preview: Callable[[Decoded], Preview]
     ) -> None:
-        """Write a few scored samples of the step into the run directory, when due."""
+        """Write a few scored samples of the step into the run directory if `tracking.sample_steps` divides `done`."""
         every = self.config.tracking.sample_steps
         if every and done % every == 0:
             from unirl.tracking.media import media_of  # PIL, which a check of a recipe does without
 
-            track = resp.tracks[self.track]
+            track = resp.with_scores_above(self.track)
             scored = scored_rows(track)
             roots = root_rows(req, resp, track)
             req, track = req.select([roots[row] for row in scored]), track.select(scored)
@@ -105,21 +108,21 @@ class Monitor:
             self.tracker.warn(warning)
 
     def watch_parity(self, gate: ParityGate, metrics: Mapping[str, float]) -> None:
-        """Raise an alarm when the gap that the first update of a later step measured is suspicious.
+        """Raise an alarm if the first update of a later step measured a suspicious gap between the log-probs.
 
-        The samples must come from the weights before that update, so that the ratio should be 1.
+        The samples must come from the weights before that update, because only then the ratio should be 1.
         """
         gap = metrics.get(GAP_METRIC, 0.0)
         if gate.is_suspicious(gap):
             self.tracker.event("alarm.raise", alarm="parity", value=gap)
 
     def summarize(self, steps: int) -> None:
-        """Print what became of the rewards over the whole run, and where its files are."""
+        """Print the course of the rewards over the whole run, and the directory of its files."""
         run = self.tracker.run
         self.tracker.summary(f"{run.identity.recipe}: {steps} step{'s' * (steps != 1)}", [("run", str(run.root))])
 
     def _watch_rewards(self, done: int, track: RolloutTrack) -> None:
-        """Raise an alarm when all rewards are equal. In the first step that is rather a mistake in the reward."""
+        """Raise an alarm if all rewards are equal. In the first step, also print a warning to check the reward."""
         assert track.rewards is not None
         rewards = track.rewards[track.weight > 0]
         if not self.learns_from_advantages or len(rewards) < 2 or not (rewards == rewards[0]).all():
@@ -133,7 +136,7 @@ class Monitor:
             )
 
     def _warn_of_padding(self, missing: int) -> None:
-        """Write an event every time, and a warning the first time in this process."""
+        """Write an event in every call, and print a warning in the first call of this process."""
         self.tracker.event("alarm.raise", alarm="refill.short", value=missing)
         if not self.has_warned_of_padding:
             self.tracker.warn(
@@ -187,7 +190,7 @@ def _spread(name: str, scores: Tensor) -> dict[str, float]:
 
 
 def spread_rows(group_ids: Sequence[str], count: int) -> list[int]:
-    """At most `count` row numbers, taken as evenly as possible from the groups: the first rows of each, sorted."""
+    """At most `count` row numbers in rising order: the first rows of each group, with equal numbers where possible."""
     ranked = sorted((rank, row) for rows in rows_by_key(group_ids).values() for rank, row in enumerate(rows))
     return sorted(row for _, row in ranked[:count])
 
@@ -221,7 +224,7 @@ def sample_rows(req: RolloutReq, track: RolloutTrack, name: str) -> tuple[Sample
 
 
 def facts_of(req: RolloutReq, track: RolloutTrack) -> list[Facts]:
-    """Facts about each row of a track, to be shown; with the prompt that was sampled, where it was rewritten.
+    """Facts about each row of a track, to be shown. They contain the rewritten prompt if it differs from the original.
 
     Args:
         req: the row of the request that each row descends from.
@@ -234,9 +237,9 @@ def facts_of(req: RolloutReq, track: RolloutTrack) -> list[Facts]:
 
 
 def rewrite_metrics(req: RolloutReq, resp: RolloutResp, track: RolloutTrack) -> dict[str, float]:
-    """How a child track used its rewrites: the shares of samples from the original prompt, and from one that was cut.
+    """The share of samples of a child track that read the original prompt, and the share that read a cut rewrite.
 
-    Nothing for a root track.
+    The result is empty for a root track.
     """
     if track.parent_track is None or track.prompts is None:
         return {}
@@ -256,9 +259,9 @@ def scored_rows(track: RolloutTrack) -> list[int]:
 
 def reward_events(resp: RolloutResp) -> Iterator[tuple[str, dict[str, str]]]:
     """Events about failed rewards: the first failure of each reward, and every group that was dropped."""
+    reported: set[str] = set()
+    dropped: dict[str, str] = {}
     for name, track in resp.tracks.items():
-        reported: set[str] = set()
-        dropped: dict[str, str] = {}
         for row, failures in enumerate(track.failures or ()):
             for failure in failures:
                 if failure.reward not in reported:
@@ -267,5 +270,5 @@ def reward_events(resp: RolloutResp) -> Iterator[tuple[str, dict[str, str]]]:
                     yield "reward.error", {"reward": failure.reward, "sample": sample, "why": failure.why}
             if failures and track.weight[row] == 0:
                 dropped.setdefault(resp.root_groups(name)[row], failures[0].reward)
-        for group, reason in dropped.items():
-            yield "group.drop", {"group": group, "reason": reason}
+    for group, reason in dropped.items():
+        yield "group.drop", {"group": group, "reason": reason}

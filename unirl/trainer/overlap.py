@@ -61,8 +61,8 @@ class OverlappedScoring:
 
 
 def seconds_of(resp: RolloutResp) -> float:
-    """Seconds that the slowest rank of the reward worked on these samples."""
-    return max(float(track.reward_seconds.max()) for track in resp.tracks.values() if track.reward_seconds is not None)
+    """Seconds that the slowest rank of the reward worked on these samples, of which it scores track after track."""
+    return sum(float(track.reward_seconds.max()) for track in resp.tracks.values() if track.reward_seconds is not None)
 
 
 def queue_metrics(submitted: Sequence[float], busy: Sequence[float], waited: float) -> dict[str, float]:

@@ -86,6 +86,8 @@ class LatentFacts(ModelFacts):
     """Width of the pooled text embedding (or mean of token embeddings) that a value head reads; None = no text."""
     extra_text_tokens: int = 0
     """Text tokens in addition to `max_sequence_length`, such as those of a second encoder."""
+    largest_side: int | None = None
+    """Pixels of the longest side for which the model has positions. None for no limit."""
     text_is_masked: bool = False
     """Attention excludes the padding of the text, so a forward reads no more text tokens than its prompts have."""
     reference_tokens: bool = False
@@ -119,10 +121,16 @@ class LatentFacts(ModelFacts):
         return params.pinned(step, levels(params.num_inference_steps), levels)
 
     def check(self, sampling: Sampling) -> None:
-        """Raises ValueError unless size and number of frames fit the latents and the guidance is supported."""
+        """Raises ValueError unless size and number of frames fit the model and the guidance is supported."""
         params = sampling_as(DiffusionSamplingParams, sampling, f"{self.family} samples with")
         self.latent_shape(params)
         self.guidance_of(params)
+        for name, side in (("height", params.height), ("width", params.width)):
+            if self.largest_side is not None and side > self.largest_side:
+                raise ValueError(
+                    f"sampling.{name}={side}: {self.family} has positions for {self.largest_side} pixels. Use "
+                    f"{self.largest_side} or less"
+                )
 
     def guidance_of(self, params: DiffusionSamplingParams) -> GuidanceLike:
         """The guidance at the scales of `params`. Raises ValueError if the model does not support it."""

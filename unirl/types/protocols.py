@@ -202,8 +202,8 @@ class WeightSource(Protocol):
     def weights(self, name: str) -> AbstractContextManager[None]:
         """Context in which the module has the weights of a snapshot. Raises if gradients are enabled."""
 
-    def sampling(self) -> AbstractContextManager[None]:
-        """Context for sampling: eval mode, no gradients, weights gathered."""
+    def sampling(self, gather: bool = True) -> AbstractContextManager[None]:
+        """Context for sampling: eval mode, no gradients, weights gathered once, or block by block in each forward."""
 
 
 class DataSource(Stateful, Protocol[PromptT]):

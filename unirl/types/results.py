@@ -24,7 +24,7 @@ class Metric:
     weight: Tensor | float
     kind: Reduction
     squares: Tensor | float = 0.0
-    """The weighted sum of the squared elements, for `std` only."""
+    """The weighted sum of the squared elements, for `std` only. A `std` of total 0 is a root mean square."""
 
     @staticmethod
     def mean(value: Tensor | float, weight: Tensor | float = 1.0) -> Metric:
@@ -40,6 +40,15 @@ class Metric:
         """
         weighted = weights * values
         return Metric(weighted.sum(), weights.sum(), "std", (weighted * values).sum())
+
+    @staticmethod
+    def rms(values: Tensor, weights: Tensor) -> Metric:
+        """The root mean square of elements with `weights` of the same shape: their deviation from 0. Merging is exact.
+
+        Elements of weight 0 are ignored, even if they are not finite.
+        """
+        squares = torch.where(weights > 0, weights * values.double().square(), 0.0).sum()
+        return Metric(0.0, weights.double().sum(), "std", squares)
 
     @staticmethod
     def sum(value: Tensor | float) -> Metric:

@@ -63,6 +63,7 @@ class RolloutTrack(Batch, Generic[SegmentT_co]):
     segment: SegmentT_co = row()
     decoded: Decoded | None = row(optional=True)
     rewards: Tensor | None = row(optional=True)  # [B] float32; NaN = could not be scored
+    rewards_are_final: bool = shared(default=False)  # True: those of the children are included, or do not count
     component_rewards: dict[str, Tensor] | None = row(optional=True)  # name -> [B] float32
     logged_rewards: dict[str, Tensor] | None = row(optional=True)  # name -> [B] float32; NaN = not scored
     failures: list[Failures] | None = row(optional=True)  # () for rows without a failure
@@ -85,19 +86,20 @@ class RolloutTrack(Batch, Generic[SegmentT_co]):
         return torch.stack(costs).sum(0) if costs else None
 
     def compute_advantages(
-        self, estimator: AdvantageEstimator, progress: float = 0.0, name: str = ""
+        self, estimator: AdvantageEstimator, progress: float = 0.0, name: str = "", elsewhere: Collection[str] = ()
     ) -> tuple[Self, Metrics]:
         """The track with advantages and weights from `estimator`, and metrics. Raises ValueError if it has no rewards.
 
         Args:
             progress: fraction of the run that is done, in [0, 1].
             name: name of the track. Stateful estimators keep separate state per track.
+            elsewhere: components of the run, which are 0 in this track if no reward of this track has them.
         """
         if self.rewards is None:
             raise ValueError("compute_advantages needs rewards: score the track (or propagate rewards to it) first")
         scores = Scores(
             total=self.rewards,
-            components=self.component_rewards or {},
+            components={part: torch.zeros_like(self.rewards) for part in elsewhere} | (self.component_rewards or {}),
             group_ids=self.group_ids,
             weight=self.weight,
             track=name,
@@ -212,17 +214,40 @@ class RolloutResp(Rows):
         return resp
 
     def propagate_rewards(self, op: RewardOp = "mean") -> RolloutResp:
-        """Rewards propagated up the tree: a row without a reward gets one from its children of weight > 0, by a rule.
+        """Rewards propagated up the tree: a row gets those of its children of weight > 0, by a rule.
 
-        A track that already has rewards keeps them. A track without rewards below a scored track stays without: it can
-        inherit advantages. Raises ValueError if any other leaf has no rewards, if a track without rewards has two child
-        tracks, or if one of its rows of weight > 0 has no child.
+        They are added to the reward that a row of a parent track has itself, unless this one is final. A track without
+        rewards below a scored track stays without: it can inherit advantages. Raises ValueError if any other leaf has
+        no rewards, if a track has two child tracks, if one of its rows of weight > 0 has no child, or if a parent and
+        its child have different components of one name.
         """
         resp = self
         for name in reversed(self.by_depth()):
-            if resp.tracks[name].rewards is None and not resp._can_inherit(name):
+            if resp._takes_credit(name):
                 resp = resp.with_track(name, resp._rewarded(name, op))
         return resp
+
+    def with_scores_above(self, name: str) -> RolloutTrack:
+        """The track `name`, whose rows also have the scores and failures of the rows that they descend from.
+
+        A component that a parent has from its children is that of the row itself. A row has no reward if a row above
+        it has none.
+        """
+        track = self.tracks[name]
+        if track.parent_track is None:
+            return track
+        above, rows = self.with_scores_above(track.parent_track), self._parent_rows(name)
+        scores = {
+            key: {part: column[rows] for part, column in columns.items()} | (vars(track)[key] or {})
+            for key in ("component_rewards", "logged_rewards")
+            if (columns := vars(above)[key]) is not None
+        }
+        track = track.replace(**scores)
+        if above.failures is not None:
+            track = track.replace(failures=_joined_failures(track, [above.failures[row] for row in rows]))
+        if above.rewards is not None and track.rewards is not None:
+            track = track.replace(rewards=track.rewards.where(above.rewards[rows].isfinite(), torch.nan))
+        return track
 
     def only_best(self, name: str) -> RolloutResp:
         """The response in which only the best child of each parent keeps its weight in track `name`.
@@ -243,13 +268,12 @@ class RolloutResp(Rows):
         A row gets weight 0 if its parent has weight 0.
         """
         track = self.tracks[name]
-        if track.parent_track is None or track.parent_ids is None:
+        if track.parent_track is None:
             raise ValueError(f"track {name!r} has no parent to inherit advantages from")
         parent = self.tracks[track.parent_track]
         if parent.advantages is None:
             raise ValueError(f"track {track.parent_track!r} has no advantages yet")
-        where = {sample: i for i, sample in enumerate(parent.sample_ids)}
-        rows = [where[parent_id] for parent_id in track.parent_ids]
+        rows = self._parent_rows(name)
         weight = track.weight.where(parent.weight[rows] > 0, 0.0)
         advantages = parent.advantages[rows].where(weight > 0, 0.0)
         return self.with_track(name, track.replace(advantages=advantages, weight=weight))
@@ -262,6 +286,21 @@ class RolloutResp(Rows):
             return 0 if parent is None else 1 + depth(parent)
 
         return sorted(self.tracks, key=depth)
+
+    def _parent_rows(self, name: str) -> list[int]:
+        """For each row of track `name`, the number of its parent row."""
+        track = self.tracks[name]
+        assert track.parent_track is not None and track.parent_ids is not None
+        row_of = {sample: i for i, sample in enumerate(self.tracks[track.parent_track].sample_ids)}
+        return [row_of[parent_id] for parent_id in track.parent_ids]
+
+    def _takes_credit(self, name: str) -> bool:
+        """True if the rewards of the track's children are still to be added to its own, or are all that it gets."""
+        track = self.tracks[name]
+        if track.rewards is None:
+            return not self._can_inherit(name)
+        children = [self.tracks[child] for child in self.children(name)]
+        return not track.rewards_are_final and any(child.rewards is not None for child in children)
 
     def _can_inherit(self, name: str) -> bool:
         """True if no child of the track has rewards and one of its ancestors does."""
@@ -285,8 +324,16 @@ class RolloutResp(Rows):
             if weight > 0 and not members:
                 raise ValueError(f"row {sample!r} of track {name!r} has no child of weight > 0 in {children[0]!r}")
         assert child.rewards is not None
-        components = {part: _reduced(scores, rows, rule) for part, scores in (child.component_rewards or {}).items()}
-        return parent.replace(rewards=_reduced(child.rewards, rows, rule), component_rewards=components or None)
+        own = parent.component_rewards or {}
+        for part in own.keys() & (child.component_rewards or {}).keys():
+            raise ValueError(f"tracks {name!r} and {children[0]!r} both have a component {part!r}: rename one of them")
+        credit = {part: _reduced(scores, rows, rule) for part, scores in (child.component_rewards or {}).items()}
+        rewards = _reduced(child.rewards, rows, rule)
+        return parent.replace(
+            rewards=rewards if parent.rewards is None else parent.rewards + rewards,
+            component_rewards=own | credit or None,
+            rewards_are_final=True,
+        )
 
     def _rewarded_children(self, name: str, best_only: bool) -> list[list[int]]:
         """For each row of the parent track, its children of weight > 0 in track `name`, or only the best of them."""
@@ -302,6 +349,13 @@ class RolloutResp(Rows):
 def _reduced(scores: Tensor, rows: Sequence[list[int]], rule: CreditRule) -> Tensor:
     """[B] float32 reward of each parent from the scores of its children; 0 for a parent without children."""
     return torch.stack([rule.reduce(scores[of]) if of else scores.new_zeros(()) for of in rows]).float()
+
+
+def _joined_failures(track: RolloutTrack, above: Sequence[Failures]) -> list[Failures]:
+    """For each row, its own failures and those of the rows above it, first those that cost it its reward."""
+    own: Sequence[Failures] = track.failures or [()] * len(track)
+    lost = [False] * len(track) if track.rewards is None else (~track.rewards.isfinite()).tolist()
+    return [(*o, *a) if first else (*a, *o) for o, a, first in zip(own, above, lost, strict=True)]
 
 
 def _occurrences(ids: Sequence[str]) -> list[int]:

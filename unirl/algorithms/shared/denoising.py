@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from unirl.algorithms.base import START, LatentRows, LossResult, Part, PolicyGradient, PolicyOutputs
+from unirl.algorithms.base import LOSS_RMS, START, LatentRows, LossResult, Part, PolicyGradient, PolicyOutputs
 from unirl.algorithms.shared.checks import check_coefficients, check_key
 from unirl.algorithms.shared.kl import KLForm, element_means, gaussian_kl, k1
 from unirl.algorithms.shared.surrogate import ClipSchedule, clip_scale, mean_metric, weighted_sum
@@ -195,6 +195,7 @@ class DenoisingLoss(PolicyGradient[DiffusionStage, LatentSegment]):
         metrics |= policy_metrics | {"train/policy_loss": mean_metric(policy, weights)}
         metrics |= {name: mean_metric(term, weights) for name, term in penalties}
         losses = sum((term for _, term in penalties), policy)
+        metrics[LOSS_RMS] = Metric.rms(losses.detach(), weights)
         return LossResult(weighted_sum(losses, weights), metrics, self._outputs(new))
 
     def kl_at(self, now: TrainingProgress) -> float:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from unirl.algorithms.base import START, LatentRows, LossResult, Part, PolicyOutputs, StageAlgorithm
+from unirl.algorithms.base import LOSS_RMS, START, LatentRows, LossResult, Part, PolicyOutputs, StageAlgorithm
 from unirl.algorithms.shared.checks import check_coefficients, check_key
 from unirl.algorithms.shared.kl import element_means
 from unirl.algorithms.shared.surrogate import mean_metric, weighted_sum
@@ -27,7 +27,7 @@ from unirl.models.denoising.stage import DiffusionStage
 from unirl.sde.noise import NoiseSource
 from unirl.types.device import to_device
 from unirl.types.protocols import REFERENCE, Anchor, Needs, TrainingProgress
-from unirl.types.results import Metrics
+from unirl.types.results import Metric, Metrics
 from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import LatentSegment
 
@@ -173,7 +173,9 @@ class PenalizedLoss(ForwardProcessLoss):
         policy, policy_metrics = self.policy_loss(noised, v, rows, part)
         penalty, metrics = self.velocity_penalty(rows, part, v)
         metrics |= policy_metrics | {"train/policy_loss": mean_metric(policy, weights)}
-        return LossResult(weighted_sum(policy + penalty, weights), metrics, self.outputs(noised, v))
+        losses = policy + penalty
+        metrics[LOSS_RMS] = Metric.rms(losses.detach(), weights)
+        return LossResult(weighted_sum(losses, weights), metrics, self.outputs(noised, v))
 
     def velocity_penalty(
         self, rows: LatentRows, part: Part, v: Float[Tensor, "B n *latent"]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from unirl.algorithms.base import START, LossResult, Part, PolicyGradient, PolicyOutputs, TokenRows
+from unirl.algorithms.base import LOSS_RMS, START, LossResult, Part, PolicyGradient, PolicyOutputs, TokenRows
 from unirl.algorithms.shared.checks import check_coefficients, check_key
 from unirl.algorithms.shared.kl import MAX_LOG_RATIO, KLEstimator, k3, kl_estimate
 from unirl.algorithms.shared.mismatch import Correction, mismatch_metrics
@@ -270,6 +270,8 @@ class TokenLoss(PolicyGradient[TokenStage, TextSegment]):
         count = token_count(self.loss_agg_mode, tokens.rows, rows.weight)
         sums = {name: weighted_sum(term, shares) for name, term in terms.items()}
         metrics = {name: Metric(total.detach(), count, "mean") for name, total in sums.items()}
+        total_per_token = torch.stack(list(terms.values())).sum(0)
+        metrics[LOSS_RMS] = Metric.rms(total_per_token.detach(), shares)
         return torch.stack(list(sums.values())).sum(), metrics
 
 

@@ -102,7 +102,7 @@ class SendReport:
 
 @dataclass(frozen=True)
 class Arrival:
-    """One engine rank's report after a transfer, read back from its network."""
+    """One engine rank's report after a transfer."""
 
     rank: int
     version: int | None
@@ -111,6 +111,9 @@ class Arrival:
     received: tuple[str, ...]
     """Names of the tensors that arrived in that transfer."""
     fingerprints: Mapping[str, Fingerprint]
+    is_read_back: bool = True
+    """True if the fingerprints are of the tensors that the engine computes with. False if they are of the tensors that
+    its process gave to a server, which cannot be asked for tensors."""
 
 
 @dataclass(frozen=True)

@@ -121,9 +121,10 @@ class WeightSender:
     def canary(self, inputs: Batch, weights: str) -> object:
         """The output of the trained network with `weights` on the engine's canary inputs.
 
-        Compiled blocks run uncompiled: this compares weights, and two compilers need not round alike.
+        All ranks run this one forward, so sharded weights stay sharded and are gathered block by block. Compiled blocks
+        run uncompiled: this compares weights, and two compilers need not round alike.
         """
-        with torch.no_grad(), self.weights.weights(weights), self.weights.sampling(), set_stance("force_eager"):
+        with torch.no_grad(), self.weights.weights(weights), set_stance("force_eager"):
             return self.stage.canary(inputs.to(self.weights.device))
 
 
@@ -257,16 +258,25 @@ class WeightForwarder(WeightReceiver):
     def __init__(self, network: nn.Module, layout: WeightLayout) -> None:
         super().__init__(network, layout)
         self._bucket: dict[str, Tensor] = {}
+        self._forwarded = PendingFingerprints()
 
     def checked(self, bucket: Bucket) -> Mapping[str, Tensor]:
         """The tensors of a bucket by name, in the dtypes of the network. Raises SyncError as `receive` does."""
         self._bucket = {}
+        if bucket.number == 0:
+            self._forwarded = PendingFingerprints()
         self.receive(bucket)
         return self._bucket
 
     def _store(self, name: str, values: Tensor) -> None:
         self._bucket[name] = values.to(self.network.get_parameter(name).dtype)
+        self._forwarded.add(name, self._bucket[name])
 
-    def arrival_of(self, held: Iterable[tuple[str, Tensor]]) -> Arrival:
-        """The report on the last transfer, given the tensors that the server holds."""
-        return self._report(held)
+    def arrival_of(self, held: Iterable[tuple[str, Tensor]] | None) -> Arrival:
+        """The report on the last transfer, given the tensors that the server holds. None: it cannot be asked."""
+        if held is not None:
+            return self._report(held)
+        received = tuple(self.received)
+        return Arrival(
+            current().rank, self.version, self.weights, received, self._forwarded.result(), is_read_back=False
+        )

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from unirl.config.errors import IncompatibleError, InvalidValueError, RendezvousError, StallError, SyncError, UniRLError
+from unirl.config.errors import (
+    IncompatibleError,
+    InvalidValueError,
+    RendezvousError,
+    StallError,
+    SyncError,
+    UniRLError,
+    WeightsLostError,
+)
 from unirl.distributed.group.handle import Handle, PendingCall, submit
 from unirl.distributed.group.rendezvous import MARGIN_S, named_rendezvous
 from unirl.distributed.weight_sync.base import (
@@ -83,7 +92,7 @@ class EngineSync:
     def push(self, version: int, weights: str = "live") -> SyncReport:
         """Make the engine sample from the trainer's weights, and report the transfer that brought them.
 
-        Nothing is sent when the engine has them already.
+        Nothing is sent when the engine has them already. A transfer during which a server was restarted begins again.
 
         Every rank reads its network back, and each tensor is compared with what was sent. Then both sides run a forward
         on the same canary input. Only after that does the engine sample from the new weights.
@@ -91,8 +100,14 @@ class EngineSync:
         Raises:
             SyncError: 10002, naming the tensor, when anything differs. The engine then refuses to sample.
         """
-        if self.last is not None and (self.last.version, self.last.weights) == (version, weights):
-            return self.last
+        last, wanted = self.last, (version, weights)
+        if last is not None and (last.version, last.weights) == wanted and all(self.rollout.holds(*wanted)):
+            return last
+        while True:  # an engine restarts its server only a few times, and then raises another error
+            with suppress(WeightsLostError):
+                return self._push(version, weights)
+
+    def _push(self, version: int, weights: str) -> SyncReport:
         start = time.perf_counter()
         self.last = None
         if self.agreement is None:
@@ -100,9 +115,11 @@ class EngineSync:
         agreed = self.agreement
         self.rollout.expect_weights()
         sent = self._carry(agreed.route, version, weights)
-        check_arrivals(agreed.layout, sent, self.rollout.arrival())
+        arrivals = self.rollout.arrival()
+        check_arrivals(agreed.layout, sent, arrivals)
         inputs = self.rollout.canary_inputs()
-        absdiff = check_canary(agreed, self.rollout.canary(inputs, self.train.canary(inputs, weights)))
+        results = self.rollout.canary(inputs, self.train.canary(inputs, weights))
+        absdiff = check_canary(agreed, results, all(arrival.is_read_back for arrival in arrivals))
         self.rollout.accept(version, weights)
         self.last = SyncReport(version, weights, sent.num_bytes, time.perf_counter() - start, absdiff)
         return self.last
@@ -252,16 +269,21 @@ def _likely_cause(expected: Fingerprint, actual: Fingerprint | None) -> str:
     )
 
 
-def check_canary(agreed: Agreement, results: Sequence[CanaryResult]) -> float:
-    """The largest absolute difference over the ranks. Raises SyncError when a forward differs from the trainer's."""
+def check_canary(agreed: Agreement, results: Sequence[CanaryResult], is_read_back: bool = True) -> float:
+    """The largest absolute difference over the ranks. Raises SyncError when a forward differs from the trainer's.
+
+    Args:
+        is_read_back: see `Arrival`.
+    """
     exact = _same_bits_expected(agreed)
     limit = 0.0 if exact else _tolerance(agreed)
     rule = "device, dtypes and payload require equal bits" if exact else f"{limit:g} relative is allowed"
     for rank, result in enumerate(results):
         passed = result.equal if exact else result.relative <= limit  # False for NaN
         if not passed:
+            arrived = "every tensor arrived" if is_read_back else "the server took every tensor"
             raise SyncError(
-                f"every tensor arrived, but the forward of engine rank {rank} differs from the trainer's: on the "
+                f"{arrived}, but the forward of engine rank {rank} differs from the trainer's: on the "
                 f"canary input they differ by {result.absdiff:.3g} ({result.relative:.3g} relative); {rule}. Likely "
                 "causes: the engine loaded another base checkpoint, an adapter is inactive, a second adapter acts, or "
                 "the engine computes in another way"

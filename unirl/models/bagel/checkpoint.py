@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,18 +21,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from unirl.models.loading.checkpoint import VAE, Config, DiffusersFamily, ModelConfigs
-from unirl.models.loading.completeness import check_dtypes, check_files, read_headers
+from unirl.models.loading.checkpoint import VAE, Config, ModelConfigs
+from unirl.models.loading.completeness import check_files, read_headers
 from unirl.models.loading.estimate import ModelEstimate
-from unirl.models.loading.hub import read_json, single_folder
+from unirl.models.loading.hub import copy_files, read_json, single_folder
 from unirl.models.loading.saved_weights import SafetensorsWeights
+from unirl.models.unified.checkpoint import NETWORK, UnifiedFamily, write_weights
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL
 
 LLM_CONFIG, VIT_CONFIG = "llm_config.json", "vit_config.json"
 NETWORK_FILE, VAE_FILE = "ema.safetensors", "ae.safetensors"
-NETWORK = "transformer"
 PATCH_SIZE = 2
 SHIFT = 3.0
 """The shift of the noise levels of the published sampler. No file has it."""
@@ -54,6 +53,8 @@ TO_BFL = (
     (r"down_blocks\.", "down."),
 )
 """Parts of the names of diffusers' AutoencoderKL, and how Black Forest Labs spell them."""
+ATTENTION_WEIGHT = re.compile(r"\.attentions\.\d+\.to_.+\.weight")
+"""The names of diffusers for the matrices of attention."""
 
 
 def bfl_name(name: str, num_levels: int) -> str:
@@ -93,10 +94,10 @@ def vae_tensors(vae: AutoencoderKL) -> dict[str, Tensor]:
     levels = len(vae.config.block_out_channels)
     tensors = {bfl_name(name, levels): tensor for name, tensor in vae.state_dict().items()}
     is_convolution = re.compile(r"\.attn_1\.(q|k|v|proj_out)\.weight")
-    return {n: t[:, :, None, None].contiguous() if is_convolution.search(n) else t for n, t in tensors.items()}
+    return {n: t[:, :, None, None] if is_convolution.search(n) else t for n, t in tensors.items()}
 
 
-class BagelFamily(DiffusersFamily):
+class BagelFamily(UnifiedFamily):
     """The family of BAGEL, whose checkpoints have a layout of their own. Only the VAE has a class of diffusers."""
 
     def directory(self, path: str, revision: str | None, *, configs_only: bool = False) -> Path:
@@ -121,52 +122,37 @@ class BagelFamily(DiffusersFamily):
         linears = {name: shape for name, shape in estimate.linears.items() if not name.endswith("lm_head")}
         return replace(estimate, linears=linears)
 
-    def load(self, root: Path, component: str, dtype: torch.dtype) -> nn.Module:
-        """A component with the weights in a folder. Raises NotFoundError (4001) unless they are exactly its weights."""
+    def weights(self, root: Path, component: str, dtype: torch.dtype) -> SafetensorsWeights:
+        if component == NETWORK:
+            return SafetensorsWeights(root, lambda _: dtype, NETWORK_FILE)
         configs = self.read(root)
         with torch.device("meta"):
-            module = self.build(configs, component)
-        own, place = module.state_dict(), f"{component} of the model in {root}"
-        file = NETWORK_FILE if component == NETWORK else VAE_FILE
-        check_files(place, root, file)
-        check_dtypes(place, module, read_headers(place, root, file), ())
-        weights = SafetensorsWeights(root, lambda _: dtype, file, self.names_in(configs, component, own))
-        shapes = {name: without_window(shape, own.get(name)) for name, shape in weights.shapes().items()}
-        self.check(root, component, module, shapes)
-        module.load_state_dict({name: weights.read(name).reshape(own[name].shape) for name in own}, assign=True)
-        return module
-
-    def names_in(self, configs: ModelConfigs, component: str, names: Iterable[str]) -> Callable[[str], str]:
-        """Maps the name of a tensor in a file to its name in the component, which has tensors of these `names`."""
-        if component == NETWORK:
-            return str
+            names = self.build(configs, component).state_dict()
         levels = len(configs.components[component]["block_out_channels"])
         own = {bfl_name(name, levels): name for name in names}
-        return lambda name: own.get(name, name)
+        return VAEWeights(root, lambda _: dtype, VAE_FILE, lambda name: own.get(name, name))
+
+    def write(
+        self, folder: Path, components: Mapping[str, nn.Module], configs: ModelConfigs, source: Path | None
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_weights(folder / NETWORK_FILE, components[NETWORK].state_dict(), source)
+        write_weights(folder / VAE_FILE, vae_tensors(components[VAE]))
+        if source is not None:
+            copy_files(source, folder, (VIT_CONFIG,))
+        own = {name: value for name, value in configs.components[NETWORK].items() if name not in OWN_KEYS}
+        (folder / LLM_CONFIG).write_text(json.dumps(own, indent=2) + "\n", encoding="utf-8")
 
 
-def without_window(shape: tuple[int, ...], own: Tensor | None) -> tuple[int, ...]:
-    """The shape of a matrix that a file has as a convolution of size 1. `own` is the tensor of the component."""
-    is_wider = own is not None and set(shape[own.dim() :]) == {1}
-    return shape[: own.dim()] if own is not None and is_wider else shape
+class VAEWeights(SafetensorsWeights):
+    """The tensors of the VAE by the names of diffusers. The file has convolutions of size 1 for the attention."""
 
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        def without_window(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+            return shape[:2] if ATTENTION_WEIGHT.search(name) and set(shape[2:]) <= {1} else shape
 
-def write_checkpoint(folder: Path, network: nn.Module, vae: AutoencoderKL, config: Config, source: Path | None) -> None:
-    """Write the configurations and the weights of a model in the published layout.
+        return {name: without_window(name, shape) for name, shape in super().shapes().items()}
 
-    Args:
-        source: the folder that the model was loaded from. Its encoder of images is copied.
-    """
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.contiguous() for name, tensor in network.state_dict().items()}
-    if source is not None:
-        file = SafetensorsWeights(source, lambda _: next(network.parameters()).dtype, NETWORK_FILE)
-        tensors |= {name: file.read(name) for name in file.shapes() if name not in tensors}
-        if (source / VIT_CONFIG).is_file():
-            shutil.copyfile(source / VIT_CONFIG, folder / VIT_CONFIG)
-    save_file(tensors, folder / NETWORK_FILE, metadata={"format": "pt"})
-    save_file(vae_tensors(vae), folder / VAE_FILE, metadata={"format": "pt"})
-    own = {name: value for name, value in config.items() if name not in OWN_KEYS}
-    (folder / LLM_CONFIG).write_text(json.dumps(own, indent=2) + "\n", encoding="utf-8")
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        tensor = super().read(name, rows)
+        return tensor.flatten(1) if ATTENTION_WEIGHT.search(name) else tensor

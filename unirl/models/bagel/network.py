@@ -20,23 +20,13 @@ from unirl.models.bagel.packing import ImageInputs
 from unirl.models.denoising.ragged import patches, unpatched
 from unirl.models.language.attention import AttentionFn
 from unirl.models.language.policy import Outputs, TokenInputs
+from unirl.models.unified.layers import Rotations, TimestepEmbedding, rotated, rotations, sinusoid
 
 Config = Mapping[str, Any]
 EXPERTS = ("", "_moe_gen")
 """The endings of the names of modules: those of the understanding expert, and those of the generation expert."""
 Streams = tuple[Tensor, ...]
 """Hidden states [N, D] of the tokens of each expert. A text without images has only those of the first."""
-Rotations = tuple[Tensor, Tensor]
-"""Cosines and sines [N, 1, d] of the rotary embedding, for the tokens of all experts one after the other."""
-FREQUENCIES = 256
-"""Numbers in the sinusoidal embedding of the noise level."""
-PERIOD = 10000.0
-
-
-def sinusoid(values: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [N, F] of `values` [N] at the frequencies PERIOD^-exponents [F]."""
-    angles = values[:, None] * PERIOD**-exponents
-    return angles.cos(), angles.sin()
 
 
 def position_table(side: int, width: int) -> Tensor:
@@ -46,21 +36,6 @@ def position_table(side: int, width: int) -> Tensor:
     line = torch.cat([sines, cosines], dim=1)  # [side, width / 2]
     columns, rows = line.repeat(side, 1), line.repeat_interleave(side, dim=0)
     return torch.cat([columns, rows], dim=1).float()
-
-
-def rotations(positions: Tensor, width: int, theta: float) -> Rotations:
-    """The rotary embedding of tokens at `positions` [N], for heads of this width."""
-    exponents = torch.arange(0, width, 2, device=positions.device) / width
-    angles = positions.float()[:, None] * (1.0 / theta**exponents)  # with the rounding of transformers
-    angles = torch.cat([angles, angles], dim=1)[:, None]
-    return angles.cos(), angles.sin()
-
-
-def rotated(states: Tensor, by: Rotations) -> Tensor:
-    """Queries or keys [N, H, d], rotated."""
-    cosines, sines = by
-    first, second = states.chunk(2, dim=-1)
-    return states * cosines + torch.cat([-second, first], dim=-1) * sines
 
 
 class RMSNorm(nn.RMSNorm):
@@ -88,7 +63,10 @@ class PairedModule(nn.Module):
 
 
 class MoTAttention(PairedModule):
-    """The attention of a layer. Each expert makes queries, keys and values of its tokens, and reads the result."""
+    """The attention of a layer. Each expert makes queries, keys and values of its tokens, and reads the result.
+
+    The rotations are those of the tokens of all experts, one expert after the other.
+    """
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -162,7 +140,7 @@ class MoTModel(PairedModule):
 
     def forward(self, streams: Streams, positions: Tensor, attention_fn: AttentionFn) -> Streams:
         """The normed hidden states of streams, at positions [N] of the tokens of all streams."""
-        by = rotations(positions, *self.rope)
+        by = rotations(positions[:, None], *self.rope)
         for layer in self.layers:
             streams = layer(streams, by, attention_fn)
         return self.each("norm", streams)
@@ -175,21 +153,6 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.model = MoTModel(config)
         self.lm_head = nn.Linear(config["hidden_size"], config["vocab_size"], bias=False)
-
-
-class TimestepEmbedder(nn.Module):
-    """The embedding of a noise level."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width))
-
-    def forward(self, sigma: Tensor, dtype: torch.dtype) -> Tensor:
-        """[B, D] from noise levels [B] in [0, 1]."""
-        half = FREQUENCIES // 2
-        waves = torch.cat(sinusoid(sigma.float(), torch.arange(half, device=sigma.device) / half), dim=1)
-        result: Tensor = self.mlp(waves.to(dtype))
-        return result
 
 
 class PositionEmbedding(nn.Module):
@@ -216,7 +179,7 @@ class BagelNetwork(nn.Module):
         width, self.patch_size = config["hidden_size"], config["latent_patch_size"]
         token_width = config["latent_channels"] * self.patch_size**2
         self.language_model = LanguageModel(config)
-        self.time_embedder = TimestepEmbedder(width)
+        self.time_embedder = TimestepEmbedding(width, nn.SiLU)
         self.vae2llm = nn.Linear(token_width, width)
         self.llm2vae = nn.Linear(width, token_width)
         self.latent_pos_embed = PositionEmbedding(config["max_latent_size"], width)

@@ -20,16 +20,10 @@ import torch
 from torch import Tensor
 
 from unirl.models.chunks import round_up
-from unirl.models.language.attention import (
-    ROW_PAD_MULTIPLE,
-    AttentionFn,
-    AttentionLayer,
-    PackedAttention,
-    softmax_attention,
-)
+from unirl.models.language.attention import AttentionFn, AttentionLayer, PackedAttention
+from unirl.models.unified.attention import ImageAttention
 from unirl.types.conditions import PromptTokens
 from unirl.types.device import to_device
-from unirl.types.rows import rows_by_key
 
 MARKS = 2
 """Tokens of the understanding expert in an image: its start and its end."""
@@ -67,20 +61,11 @@ def image_inputs(
         sigma=sigma,
         tokens=torch.cat([prompts.tokens, image_marks, padding]),
         positions=torch.cat(places),
-        attention_fn=ImageAttention(lengths, num_latents, len(padding), device),
+        attention_fn=BagelAttention(lengths, num_latents, len(padding), device),
     )
 
 
-@dataclass(frozen=True)
-class RowGroup:
-    """Rows whose texts are padded to the same length. A row's bits then depend on its own length alone."""
-
-    rows: Tensor  # [b] int64
-    text: Tensor  # [b, W] int64, the packed text token at each place
-    mask: Tensor | None  # [b, 1, 1, W + image tokens], True at real tokens. None without text
-
-
-class ImageAttention:
+class BagelAttention:
     """The attention of one forward, over the tokens of both experts one after the other."""
 
     def __init__(self, lengths: Sequence[int], num_latents: int, num_padding: int, device: torch.device) -> None:
@@ -88,43 +73,22 @@ class ImageAttention:
         Args:
             lengths: text tokens of each row; 0 without text.
         """
-        # Everything is computed here, before the layers run, because their compiled forms only read it.
         self.batch = len(lengths)
         self.sizes = [sum(lengths), MARKS * self.batch, num_padding, num_latents * self.batch]
         self.text = PackedAttention(lengths, device) if sum(lengths) else None
-        starts = torch.tensor([0, *lengths]).cumsum(0)
-        self.groups: list[RowGroup] = []
-        order: list[int] = []
-        for width, rows in rows_by_key(round_up(length, ROW_PAD_MULTIPLE) for length in lengths).items():
-            places = torch.arange(width)
-            is_real = places < torch.tensor(lengths)[rows, None]
-            tokens = torch.where(is_real, starts[rows, None] + places, starts[rows, None])
-            seen = torch.cat([is_real, torch.ones(len(rows), MARKS + num_latents, dtype=torch.bool)], dim=1)
-            mask = to_device(seen[:, None, None], device) if width else None
-            self.groups.append(RowGroup(to_device(torch.tensor(rows), device), to_device(tokens, device), mask))
-            order += rows
-        self.place_of_row = to_device(torch.tensor(order).argsort(), device)
+        self.images = ImageAttention(lengths, MARKS + num_latents, device)
 
     def __call__(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         queries, keys, values = (tensor.split(self.sizes) for tensor in (query, key, value))
         text = queries[0]
         if self.text is not None:
             text = self.text(layer, text, keys[0], values[0], scale)
-        images = torch.cat([self.attended(group, queries, keys, values, scale) for group in self.groups])
-        images = images.index_select(0, self.place_of_row)
+        q, k, v = (self.images_in(parts) for parts in (queries, keys, values))
+        images = self.images(q, k, v, keys[0], values[0], scale)
         marks, latents = images[:, :MARKS].flatten(0, 1), images[:, MARKS:].flatten(0, 1)
         return torch.cat([text, marks, torch.zeros_like(queries[2]), latents])
 
-    def attended(
-        self, group: RowGroup, query: Sequence[Tensor], key: Sequence[Tensor], value: Sequence[Tensor], scale: float
-    ) -> Tensor:
-        """[b, image tokens, H, d] of the images of a group, from the split queries, keys and values of all tokens."""
-        q = self.images_of(query, group.rows)
-        k, v = (torch.cat([part[0][group.text], self.images_of(part, group.rows)], dim=1) for part in (key, value))
-        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-        return softmax_attention(q, k, v, scale, group.mask).transpose(1, 2)
-
-    def images_of(self, parts: Sequence[Tensor], rows: Tensor) -> Tensor:
-        """[b, image tokens, ., d] of the images of some rows: start and end, then the latents."""
+    def images_in(self, parts: Sequence[Tensor]) -> Tensor:
+        """[B, image tokens, ., d] of each image: start and end, then the latents."""
         marks, latents = (parts[i].unflatten(0, (self.batch, -1)) for i in (1, 3))
-        return torch.cat([marks, latents], dim=1)[rows]
+        return torch.cat([marks, latents], dim=1)

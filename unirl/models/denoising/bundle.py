@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -24,6 +24,7 @@ from unirl.models.loading.adapter_sources import (
     read_with_diffusers,
 )
 from unirl.models.loading.checkpoint import TOY, VAE, DiffusersFamily
+from unirl.models.loading.completeness import replace_tensors
 from unirl.models.loading.dtypes import cast_module, dtype_in
 from unirl.models.loading.estimate import DecodingCost, ModelEstimate
 from unirl.models.loading.hub import components as components_of
@@ -148,6 +149,26 @@ class LatentBundle(Bundle):
         return [self.modules[name] for name in names]
 
 
+class CheckpointBundle(LatentBundle):
+    """A bundle that can load the trained module of its checkpoint once more, as exports do."""
+
+    path: str
+
+    @abstractmethod
+    def untrained(self) -> nn.Module:
+        """A second copy of the trained module on the CPU, with the checkpoint's own weights."""
+
+    @abstractmethod
+    def network_at(self, folder: Path) -> nn.Module:
+        """The trained module on the CPU, with the weights in a folder in the layout of the checkpoint."""
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> nn.Module:
+        """`untrained` with `tensors` in place of its own. Raises ValueError for a name that it does not have."""
+        module = self.untrained()
+        replace_tensors(module, tensors)
+        return module
+
+
 class DiffusionBundle(LatentBundle):
     """A bundle of a denoising model with text encoders. Each method builds one component that the pipeline uses."""
 
@@ -167,7 +188,7 @@ class DiffusionBundle(LatentBundle):
         return None
 
 
-class DiffusersBundle(DiffusionBundle):
+class DiffusersBundle(CheckpointBundle, DiffusionBundle):
     """The components of one checkpoint. Components that model_index.json does not name are absent."""
 
     toy: ClassVar[Mapping[str, object]] = {"path": TOY, "dtype": "fp32"}
@@ -294,22 +315,20 @@ class DiffusersBundle(DiffusionBundle):
         return SafetensorsWeights(self.root / component, lambda name: dtype_in(kind, name, self.dtype))
 
     def untrained(self) -> nn.Module:
-        """A second copy of the trained module on the CPU, with the checkpoint's own weights."""
-        with quiet_libraries():
-            parts = {name: self._load(name) for name in self.family.trained if name in self.configs}
-        return self.assemble(parts).requires_grad_(False).eval()
+        return self._copy_of(self._load)
+
+    def network_at(self, folder: Path) -> nn.Module:
+        return self._copy_of(lambda name: self.family.load(folder, name, self.dtype))
 
     def trained_parts(self, module: nn.Module) -> Mapping[str, nn.Module]:
         """The networks that `assemble` joined, by component name."""
         return {self.facts.trainable_attr: module}
 
-    def with_tensors(self, tensors: Mapping[str, Tensor]) -> nn.Module:
-        """`untrained` with `tensors` in place of its own. Raises ValueError for a name that it does not have."""
-        module = self.untrained()
-        unexpected = module.load_state_dict(dict(tensors), strict=False).unexpected_keys
-        if unexpected:
-            raise ValueError(f"the trained module has no parameter {unexpected[0]!r} ({len(unexpected)} unknown names)")
-        return module
+    def _copy_of(self, load: Callable[[str], nn.Module]) -> nn.Module:
+        """A trained module on the CPU, made of the components that `load` reads."""
+        with quiet_libraries():
+            parts = {name: load(name) for name in self.family.trained if name in self.configs}
+        return self.assemble(parts).requires_grad_(False).eval()
 
     def _load(self, name: str) -> nn.Module:
         dtype = self.vae_dtype if name == VAE else self.dtype

@@ -1,4 +1,4 @@
-"""Denoising inside a token sequence: a causal language model whose image tokens are denoised one after another.
+"""The stage of a causal language model that denoises its image tokens one after another.
 
     sample:  prompt --backbone--> h_0 --T steps of the head--> token 0 --backbone, cache--> h_1 --T steps--> token 1 ...
     replay:  prompt, finished tokens --one forward--> h_0 h_1 ... --head, all tokens and steps at once--> velocities
@@ -67,7 +67,7 @@ class HiddenCondition(Batch):
 
 @dataclass(frozen=True)
 class Reading:
-    """What the backbone reads: text tokens and finished image tokens of several rows, laid end to end."""
+    """The input of the backbone: text tokens and finished image tokens of several rows, laid end to end."""
 
     text: Tensor  # [M] int64
     image: Tensor  # [I, d] fp32
@@ -83,7 +83,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Flow:
-    """Noised image tokens and their noise levels, of which the head computes the velocity."""
+    """The input of the head, which computes the velocity of noised image tokens at their noise levels."""
 
     x: Tensor  # [B, S, L, d] fp32
     sigma: Tensor  # [B, S] fp32
@@ -147,7 +147,7 @@ class ContinuousTokenDenoiser:
         return normed(tokens) if self.norm_tokens else tokens
 
     def reading_of(self, prompts: PromptTokens, latents: Tensor) -> Reading:
-        """Prompts, each followed by the tokens of its finished image, without the last one, which no token follows."""
+        """The input of a replay: each prompt, then its finished image without the last token, which no token reads."""
         image = self.as_read(self.tokens(latents.float()))
         count, multiple = image.shape[1], self.facts.batch_multiple
         lengths, device = prompts.lengths.tolist(), image.device
@@ -249,7 +249,7 @@ class TokenReader:
 
 @dataclass(frozen=True)
 class _Sampling:
-    """What the tokens of one sampling run share. R' rows are padded to the batch multiple."""
+    """Settings and noise that all tokens of one call of `sample` share. R' is B rounded up to the batch multiple."""
 
     params: DiffusionSamplingParams
     guidance: GuidanceLike
@@ -389,5 +389,5 @@ def finished_of(conditions: Conditions) -> Tensor:
 
 
 def _padding(count: int, multiple: int) -> int:
-    """How many tokens `count` lacks to the next multiple."""
+    """The number of tokens that bring `count` to the next multiple of `multiple`."""
     return round_up(count, multiple) - count

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, ClassVar, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from unirl.models.denoising.bundle import DiffusersBundle, DiffusionBundle
+from unirl.models.denoising.bundle import DiffusersBundle, LatentBundle
 from unirl.models.denoising.embeddings import ConditionImages, PromptEmbeddings
-from unirl.models.denoising.pipeline import DiffusionPipeline
+from unirl.models.denoising.pipeline import DiffusionPipeline, LatentPipeline
 from unirl.models.images import to_pil
 from unirl.models.loading.adapter_files import Adapter, write_diffusers_lora
 from unirl.models.loading.hub import components, quiet_libraries
@@ -226,7 +226,7 @@ class EulerSamples:
 
 @torch.no_grad()
 def sample_with_euler(
-    pipeline: DiffusionPipeline[DiffusionBundle],
+    pipeline: LatentPipeline[LatentBundle],
     texts: Sequence[str],
     params: DiffusionSamplingParams,
     images: Sequence[ConditionImages] | None = None,

@@ -9,7 +9,6 @@ tokenizer.json, ...
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,13 +19,12 @@ from torch import Tensor, nn
 
 from unirl.config.errors import NotFoundError
 from unirl.models.hunyuan_image3.network import MoE
-from unirl.models.loading.checkpoint import VAE, Config, DiffusersFamily, ModelConfigs
-from unirl.models.loading.completeness import check_dtypes, check_files, read_headers
+from unirl.models.loading.checkpoint import VAE, Config, ModelConfigs
 from unirl.models.loading.estimate import ModelEstimate, parameters_of
-from unirl.models.loading.hub import CONFIG, read_json, single_folder
+from unirl.models.loading.hub import CONFIG, copy_files, read_json, single_folder
 from unirl.models.loading.saved_weights import LANGUAGE_WEIGHTS, SafetensorsWeights
+from unirl.models.unified.checkpoint import NETWORK, UnifiedFamily, write_weights
 
-NETWORK = "transformer"
 GENERATION_CONFIG = "generation_config.json"
 EXAMPLE = "a folder with the files of tencent/HunyuanImage-3.0 or -Instruct"
 SETTINGS = ("sequence_template", "drop_think")
@@ -42,7 +40,7 @@ PREFIXES = {NETWORK: "", VAE: "vae.", VISION: "vision_model."}
 """Prefix of the tensors of a component in the files."""
 
 
-class HunyuanImage3Family(DiffusersFamily):
+class HunyuanImage3Family(UnifiedFamily):
     """The family of HunyuanImage-3, whose checkpoints have a layout of their own."""
 
     def directory(self, path: str, revision: str | None, *, configs_only: bool = False) -> Path:
@@ -93,63 +91,35 @@ class HunyuanImage3Family(DiffusersFamily):
         }
         return replace(estimate, linears=linears, patches=convolutions, idle_parameters=idle)
 
-    def load(self, root: Path, component: str, dtype: torch.dtype) -> nn.Module:
-        """A component with the weights in a folder. Raises NotFoundError (4001) unless all of its weights are there."""
-        with torch.device("meta"):
-            module = self.build(self.read(root), component)
-        own, place = module.state_dict(), f"{component} of the model in {root}"
-        check_files(place, root, LANGUAGE_WEIGHTS)
-        headers = {
-            name_in(component, name): header for name, header in read_headers(place, root, LANGUAGE_WEIGHTS).items()
-        }
-        check_dtypes(place, module, headers, ())
-        weights = self.weights(root, component, dtype)
-        shapes = weights.shapes()
-        known = shapes if component == NETWORK else {name: shape for name, shape in shapes.items() if name in own}
-        self.check(root, component, module, known)
-        module.load_state_dict({name: weights.read(name) for name in own}, assign=True)
-        return module
-
     def weights(self, root: Path, component: str, dtype: torch.dtype) -> SafetensorsWeights:
-        """The tensors of a folder by their names in a component."""
         return SafetensorsWeights(root, lambda _: dtype, LANGUAGE_WEIGHTS, lambda name: name_in(component, name))
+
+    def check(self, root: Path, component: str, module: nn.Module, saved: Mapping[str, tuple[int, ...]]) -> None:
+        """See `DiffusersFamily.check`. The VAE ignores the tensors of the network, which are in the same files."""
+        own = module.state_dict()
+        known = saved if component == NETWORK else {name: shape for name, shape in saved.items() if name in own}
+        super().check(root, component, module, known)
+
+    def write(
+        self, folder: Path, components: Mapping[str, nn.Module], configs: ModelConfigs, source: Path | None
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors: dict[str, Tensor] = {}
+        for component, module in components.items():
+            tensors |= {f"{PREFIXES[component]}{name}": tensor for name, tensor in module.state_dict().items()}
+        write_weights(folder / LANGUAGE_WEIGHTS, tensors, source)
+        if source is None:
+            own = {key: configs.components[part] for key, part in (("vae", VAE), ("vit", VISION)) if part in configs}
+            _write_json(folder / CONFIG, {**configs.components[NETWORK], **own})
+            shift = {"flow_shift": configs.scheduler["shift"]}
+            _write_json(folder / GENERATION_CONFIG, {**configs.settings, **shift})
+        else:
+            copy_files(source, folder, (CONFIG, GENERATION_CONFIG))
 
 
 def name_in(component: str, name: str) -> str:
     """The name of a tensor of the files in a component. Those of other components keep names that it does not have."""
     return name.removeprefix(PREFIXES[component])
-
-
-def write_checkpoint(
-    folder: Path, components: Mapping[str, nn.Module], configs: ModelConfigs, source: Path | None
-) -> None:
-    """Write the configurations and the weights of a model in the published layout, in one file of weights.
-
-    Args:
-        source: the folder that the model was loaded from. Its configurations, and its tensors of other components, such
-            as the encoder of images, are copied.
-    """
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors: dict[str, Tensor] = {}
-    for component, module in components.items():
-        tensors |= {f"{PREFIXES[component]}{name}": tensor for name, tensor in module.state_dict().items()}
-    if source is None:
-        own = {key: configs.components[part] for key, part in (("vae", VAE), ("vit", VISION)) if part in configs}
-        _write_json(folder / CONFIG, {**configs.components[NETWORK], **own})
-        shift = {"flow_shift": configs.scheduler["shift"]}
-        _write_json(folder / GENERATION_CONFIG, {**configs.settings, **shift})
-    else:
-        dtype = next(components[NETWORK].parameters()).dtype
-        file = SafetensorsWeights(source, lambda _: dtype, LANGUAGE_WEIGHTS)
-        tensors |= {name: file.read(name) for name in file.shapes() if name not in tensors}
-        for name in (CONFIG, GENERATION_CONFIG):
-            if (source / name).is_file():
-                shutil.copyfile(source / name, folder / name)
-    save_file(
-        {name: t.contiguous() for name, t in tensors.items()}, folder / LANGUAGE_WEIGHTS, metadata={"format": "pt"}
-    )
 
 
 def _write_json(path: Path, content: Mapping[str, Any] | Config) -> None:

@@ -23,16 +23,12 @@ from unirl.models.chunks import batch_multiple, round_up
 from unirl.models.hunyuan_image3.packing import PrefixedImages
 from unirl.models.language.attention import AttentionFn
 from unirl.models.language.policy import Outputs, TokenInputs
+from unirl.models.unified.layers import Rotations, TimestepEmbedding, rotated, rotations
 from unirl.types.conditions import PromptImageInputs
 
 Config = Mapping[str, Any]
-Rotations = tuple[Tensor, Tensor]
-"""Cosines and sines [N, 1, d] of the rotary embedding."""
 ValueT = TypeVar("ValueT")
 NORM_GROUPS = 32
-FREQUENCIES = 256
-"""Numbers in the sinusoidal embedding of a timestep."""
-PERIOD = 10000.0
 
 
 def of_layer(value: ValueT | list[ValueT], index: int) -> ValueT:
@@ -40,23 +36,13 @@ def of_layer(value: ValueT | list[ValueT], index: int) -> ValueT:
     return value[index] if isinstance(value, list) else value
 
 
-def rotations(positions: Tensor, width: int, theta: float) -> Rotations:
-    """The rotary embedding for heads of this width, of positions [N], or of rows and columns [N, 2].
+def places_of(positions: Tensor, width: int) -> Tensor:
+    """[N, width / 2] the place by which each frequency of a head turns, from positions [N] or rows and columns [N, 2].
 
     The frequencies belong to the row and the column in turns: the first to the row, the second to the column.
     """
-    exponents = torch.arange(0, width, 2, device=positions.device) / width
-    place = positions.float()[:, None].expand(-1, 2) if positions.dim() == 1 else positions.float()
-    angles = place.repeat(1, width // 4) * (1.0 / theta**exponents)
-    angles = torch.cat([angles, angles], dim=1)[:, None]
-    return angles.cos(), angles.sin()
-
-
-def rotated(states: Tensor, by: Rotations) -> Tensor:
-    """Queries or keys [N, H, d], rotated."""
-    cosines, sines = by
-    first, second = states.chunk(2, dim=-1)
-    return states * cosines + torch.cat([-second, first], dim=-1) * sines
+    places = positions[:, None].expand(-1, 2) if positions.dim() == 1 else positions
+    return places.repeat(1, width // 4)
 
 
 class RoundedRMSNorm(nn.Module):
@@ -197,25 +183,11 @@ class Backbone(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor, attention_fn: AttentionFn) -> Tensor:
         """Hidden states [N, D] after the last layer, without the norm."""
-        by = rotations(positions, *self.rope)
+        width, theta = self.rope
+        by = rotations(places_of(positions, width), width, theta)
         for layer in self.layers:
             x = layer(x, by, attention_fn)
         return x
-
-
-class TimestepEmbedding(nn.Module):
-    """The embedding of a timestep."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(FREQUENCIES, width), nn.GELU(), nn.Linear(width, width))
-
-    def forward(self, timesteps: Tensor, dtype: torch.dtype) -> Tensor:
-        """[B, D] from timesteps [B]."""
-        half = FREQUENCIES // 2
-        angles = timesteps.float()[:, None] * PERIOD ** -(torch.arange(half, device=timesteps.device) / half)
-        result: Tensor = self.mlp(torch.cat([angles.cos(), angles.sin()], dim=1).to(dtype))
-        return result
 
 
 class ResBlock(nn.Module):
@@ -286,7 +258,7 @@ class HunyuanImage3Network(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         width = config["hidden_size"]
-        self.timestep_emb, self.time_embed, self.time_embed_2 = (TimestepEmbedding(width) for _ in range(3))
+        self.timestep_emb, self.time_embed, self.time_embed_2 = (TimestepEmbedding(width, nn.GELU) for _ in range(3))
         self.patch_embed = LatentEmbedding(config)
         self.final_layer = VelocityLayer(config)
         self.model = Backbone(config)

@@ -18,16 +18,10 @@ import torch
 from torch import Tensor
 
 from unirl.models.chunks import round_up
-from unirl.models.language.attention import (
-    ROW_PAD_MULTIPLE,
-    AttentionFn,
-    AttentionLayer,
-    PackedAttention,
-    softmax_attention,
-)
+from unirl.models.language.attention import AttentionFn, AttentionLayer, PackedAttention
+from unirl.models.unified.attention import ImageAttention
 from unirl.types.conditions import PromptImageInputs, PromptTokens, Span
 from unirl.types.device import CPU, to_device
-from unirl.types.rows import rows_by_key
 
 HEADER = 4
 """Tokens between a prompt and the latents of its image: <boi>, size, ratio and <timestep>."""
@@ -95,15 +89,6 @@ def image_positions(start: int, rows: int, columns: int) -> Tensor:
     return torch.stack(torch.meshgrid(row, column, indexing="ij"), dim=-1).flatten(0, 1)
 
 
-@dataclass(frozen=True)
-class PrefixGroup:
-    """Rows whose prefixes are padded to the same length. A row's bits then depend on its own length alone."""
-
-    rows: Tensor  # [b] int64
-    prefix: Tensor  # [b, W] int64, the token at each place
-    mask: Tensor  # [b, 1, 1, W + L], True at real tokens
-
-
 class PrefixedAttention:
     """The attention of one forward, over the prefixes and then the images."""
 
@@ -120,34 +105,14 @@ class PrefixedAttention:
             lengths: tokens of the prefix of each row.
             spans: the ranges of each prefix whose tokens see each other.
         """
-        # Everything is computed here, before the layers run, because their compiled forms only read it.
         self.batch = len(lengths)
         self.sizes = [sum(lengths) + padding, num_latents * self.batch]
         self.prefixes = PackedAttention([*lengths, padding], device, spans and [*spans, ()])
-        starts = torch.tensor([0, *lengths]).cumsum(0)
-        self.groups: list[PrefixGroup] = []
-        order: list[int] = []
-        for width, rows in rows_by_key(round_up(length, ROW_PAD_MULTIPLE) for length in lengths).items():
-            places = torch.arange(width)
-            is_real = places < torch.tensor(lengths)[rows, None]
-            tokens = torch.where(is_real, starts[rows, None] + places, starts[rows, None])
-            seen = torch.cat([is_real, torch.ones(len(rows), num_latents, dtype=torch.bool)], dim=1)
-            of_group = (torch.tensor(rows), tokens, seen[:, None, None])
-            self.groups.append(PrefixGroup(*(to_device(each, device) for each in of_group)))
-            order += rows
-        self.place_of_row = to_device(torch.tensor(order).argsort(), device)
+        self.images = ImageAttention(lengths, num_latents, device)
 
     def __call__(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         (text, latents), keys, values = (tensor.split(self.sizes) for tensor in (query, key, value))
         text = self.prefixes(layer, text, keys[0], values[0], scale)
-        latents, *of_images = (t.unflatten(0, (self.batch, -1)) for t in (latents, keys[1], values[1]))
-        images = []
-        for group in self.groups:
-            k, v = (
-                torch.cat([prefix[group.prefix], own[group.rows]], dim=1).transpose(1, 2)
-                for prefix, own in zip((keys[0], values[0]), of_images, strict=True)
-            )
-            attended = softmax_attention(latents[group.rows].transpose(1, 2), k, v, scale, group.mask)
-            images.append(attended.transpose(1, 2))
-        in_order = torch.cat(images).index_select(0, self.place_of_row)
-        return torch.cat([text, in_order.flatten(0, 1)])
+        q, k, v = (t.unflatten(0, (self.batch, -1)) for t in (latents, keys[1], values[1]))
+        images = self.images(q, k, v, keys[0], values[0], scale)
+        return torch.cat([text, images.flatten(0, 1)])

@@ -15,7 +15,7 @@ from unirl.config.errors import DataError, NotFoundError
 from unirl.models.cache import BoundedCache
 from unirl.models.denoising.embeddings import ConditionImages
 from unirl.models.hunyuan_image3 import family as hunyuan_image3
-from unirl.models.hunyuan_image3.checkpoint import EXAMPLE, NETWORK, VISION, HunyuanImage3Family
+from unirl.models.hunyuan_image3.checkpoint import EXAMPLE, VISION, HunyuanImage3Family
 from unirl.models.hunyuan_image3_vision.images import (
     SECTION_MARKS,
     EncodedImage,
@@ -28,6 +28,8 @@ from unirl.models.images import read_image, to_pil, with_marks
 from unirl.models.language.packing import prompt_tokens
 from unirl.models.loading.checkpoint import VAE, Config, ModelConfigs, family_files
 from unirl.models.loading.hub import CONFIG
+from unirl.models.unified.bundle import UnifiedFacts
+from unirl.models.unified.checkpoint import NETWORK
 from unirl.sde.guidance import NEGATIVE
 from unirl.types.conditions import Conditions
 from unirl.types.progress import progress
@@ -76,7 +78,7 @@ class HunyuanImage3VisionFamily(HunyuanImage3Family):
         return replace(configs, components={**configs.components, VISION: {**tower, "vision_use_head": False}})
 
 
-def facts(configs: ModelConfigs, batch_multiple: int) -> hunyuan_image3.HunyuanImage3Facts:
+def facts(configs: ModelConfigs, batch_multiple: int) -> UnifiedFacts:
     """The facts of a checkpoint: those of HunyuanImage-3, with one image or more in each prompt."""
     own, network = hunyuan_image3.facts(configs, batch_multiple), configs.components[NETWORK]
     assert own.text is not None
@@ -119,7 +121,7 @@ class HunyuanImage3VisionBundle(hunyuan_image3.HunyuanImage3Bundle):
         from transformers import Siglip2ImageProcessorPil
 
         [_, tower] = self.require(ImageReader.components, "read the images of prompts")
-        self._token(self.codec.tokenizer, "<joint_img_sep>")
+        self.token("<joint_img_sep>")
         processor = Siglip2ImageProcessorPil(**self.configs.components[NETWORK]["vit_processor"])
         side = self.format.base_size if size is None else size
         return ImageReader(self.encoder(), tower, processor, self.format, side)

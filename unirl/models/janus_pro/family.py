@@ -6,7 +6,6 @@ and an aligner. The generation head gives logits over the codebook. A VQ decoder
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +29,7 @@ from unirl.models.language.tools import ToolBox
 from unirl.models.loading.adapter_files import Adapter
 from unirl.models.loading.checkpoint import read_entries
 from unirl.models.loading.estimate import ModelEstimate, parameters_of
-from unirl.models.loading.hub import quiet_libraries
+from unirl.models.loading.hub import copy_files, quiet_libraries
 from unirl.models.loading.saved_weights import LANGUAGE_WEIGHTS, ModuleWeights, SafetensorsWeights, SavedWeights
 from unirl.models.loading.toy_tokenizers import janus_tokenizer
 from unirl.types.batch import take_rows
@@ -223,9 +222,7 @@ class JanusProPipeline(TokenPipeline[JanusProBundle]):
         written = super().write_model(tensors, folder)
         if self.bundle.path not in self.bundle.toys:
             root = self.bundle.directory_of(self.bundle.path, self.bundle.revision, configs_only=True)
-            for name in PROCESSOR_FILES:
-                if (root / name).is_file():
-                    shutil.copyfile(root / name, written / name)
+            copy_files(root, written, PROCESSOR_FILES)
         return written
 
     def write_lora(self, folder: Path, adapter: Adapter) -> Path:

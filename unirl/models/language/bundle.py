@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
 import torch
 from safetensors import SafetensorError
@@ -93,6 +93,15 @@ class LanguageFamily:
         """The tensors of the whole network that its policy has."""
         prefixes = tuple(f"{name}." for name in self.left_out)
         return {name: tensor for name, tensor in state.items() if not name.startswith(prefixes)}
+
+
+class DecoderSizes(TypedDict):
+    """Four fields of `LanguageFacts`."""
+
+    vocab_size: int
+    hidden_size: int
+    context_length: int
+    cache_width: int
 
 
 class LanguageBundle(Bundle):
@@ -286,12 +295,19 @@ def language_facts(family: LanguageFamily, config: Config, device: torch.device 
         block_class_names=(family.block,),
         lora_targets=LORA_TARGETS,
         batch_multiple=batch_multiple(device),
-        vocab_size=text["vocab_size"],
-        hidden_size=text["hidden_size"],
-        context_length=text["max_position_embeddings"],
-        cache_width=2 * text["num_hidden_layers"] * text["num_key_value_heads"] * head_width,
         condition_images=(0, None if family.reads_images else 0),
+        **decoder_sizes(text, head_width),
     )
+
+
+def decoder_sizes(config: Config, head_width: int) -> DecoderSizes:
+    """The sizes of a causal decoder whose configuration has the usual keys."""
+    return {
+        "vocab_size": config["vocab_size"],
+        "hidden_size": config["hidden_size"],
+        "context_length": config["max_position_embeddings"],
+        "cache_width": 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_width,
+    }
 
 
 def text_config(config: Config) -> Config:

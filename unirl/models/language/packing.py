@@ -143,9 +143,9 @@ def prompt_tokens(
     if positions is None:
         positions = [torch.arange(len(row)) for row in rows]
     return PromptTokens(
-        tokens=torch.tensor([token for row in rows for token in row]),
+        tokens=torch.tensor([token for row in rows for token in row], dtype=torch.int64),
         positions=torch.cat(list(positions)),
-        next_position=torch.stack([places.max() + 1 for places in positions]),
+        next_position=torch.stack([places.max() + 1 if len(places) else torch.tensor(0) for places in positions]),
         offsets=bounds_of([len(row) for row in rows]),
         spans=None if spans is None else list(spans),
     )

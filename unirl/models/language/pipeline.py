@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,8 @@ from unirl.models.language.packing import prompt_tokens, prompts_of
 from unirl.models.language.policy import tempered
 from unirl.models.language.stage import ARStage
 from unirl.models.language.tools import ToolBox
-from unirl.models.loading.adapter_files import Adapter, write_peft_adapter
+from unirl.models.loading.adapter_files import Adapter, load_peft_adapter, write_peft_adapter
+from unirl.models.loading.completeness import replace_tensors
 from unirl.models.loading.hub import quiet_libraries
 from unirl.sde.noise import NoiseSource
 from unirl.types.conditions import Conditions, PromptTokens
@@ -80,9 +80,7 @@ class TokenPipeline(ABC, Generic[BundleT]):
     def write_model(self, tensors: Mapping[str, Tensor], folder: Path) -> Path:
         """Write the model, with `tensors` in place of its own, and its tokenizer as a directory of transformers."""
         network = self.bundle.untrained()
-        unexpected = network.load_state_dict(dict(tensors), strict=False).unexpected_keys
-        if unexpected:
-            raise ValueError(f"the model has no parameter {unexpected[0]!r} ({len(unexpected)} unknown names)")
+        replace_tensors(network, tensors)
         with quiet_libraries():
             network.save_pretrained(folder)
             self.bundle.codec.tokenizer.save_pretrained(folder)
@@ -101,12 +99,7 @@ class TokenPipeline(ABC, Generic[BundleT]):
 
     def verify_lora(self, folder: Path, texts: Sequence[str], params: ARSamplingParams) -> float:
         """The same for the untrained model with the adapter in `folder`, loaded by peft."""
-        from peft import PeftModel
-
-        with quiet_libraries(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # peft uses a deprecated name of transformers
-            exported = PeftModel.from_pretrained(self.bundle.untrained(), str(folder))
-        return self._difference(exported.get_base_model(), texts, params)
+        return self._difference(load_peft_adapter(folder, self.bundle.untrained()), texts, params)
 
     def _difference(self, exported: nn.Module, texts: Sequence[str], params: ARSamplingParams) -> float:
         ids = [f"verify:{i}" for i in range(len(texts))]

@@ -1,4 +1,4 @@
-"""Writes LoRA adapters as files that other libraries load.
+"""Writes LoRA adapters as files that other libraries load, and lets peft load them.
 
 A module's low-rank update is W + alpha / rank * B A (LoRA, arXiv:2106.09685). Two layouts of the same tensors:
 
@@ -11,13 +11,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from unirl.config.errors import DataError
+from unirl.models.loading.hub import quiet_libraries
 
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 PEFT_FILE = "adapter_model.safetensors"
@@ -99,6 +101,15 @@ def write_peft_adapter(folder: Path, adapter: Adapter, base_model: str) -> Path:
     )
     config.save_pretrained(str(folder))
     return written
+
+
+def load_peft_adapter(folder: Path, network: nn.Module) -> nn.Module:
+    """`network` with the adapter in `folder`, which peft loads and adds to the layers."""
+    from peft import PeftModel
+
+    with quiet_libraries(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft uses a deprecated name of transformers
+        return PeftModel.from_pretrained(network, str(folder)).get_base_model()
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> Path:

@@ -1,4 +1,4 @@
-"""Refuses a folder of weights that does not hold exactly the tensors of its network, and says what to do."""
+"""Refuses weights that are not exactly the tensors of their network, and says what to do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from unirl.config.errors import NotFoundError
 
@@ -120,6 +120,15 @@ def loading_info(saved: Mapping[str, tuple[int, ...]], expected: Mapping[str, tu
         "unexpected_keys": [name for name in saved if name not in expected],
         "mismatched_keys": [name for name in expected if saved.get(name, expected[name]) != expected[name]],
     }
+
+
+def replace_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Load `tensors` in place of those of `module`. Raises ValueError for a name that the module does not have."""
+    unexpected = module.load_state_dict(dict(tensors), strict=False).unexpected_keys
+    if unexpected:
+        raise ValueError(
+            f"{type(module).__name__} has no parameter {unexpected[0]!r} ({len(unexpected)} unknown names)"
+        )
 
 
 def check_dtypes(place: str, module: nn.Module, saved: Mapping[str, SavedTensor], unused: Collection[str]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -119,6 +120,13 @@ def components(root: Path) -> dict[str, tuple[str, str]]:
     index = read_json(root / MODEL_INDEX)
     pairs = {name: value for name, value in index.items() if not name.startswith("_") and isinstance(value, list)}
     return {name: (str(value[0]), str(value[1])) for name, value in pairs.items() if value[0] is not None}
+
+
+def copy_files(source: Path, folder: Path, names: Iterable[str]) -> None:
+    """Copy the files of these names into `folder`. A file that `source` does not have is left out."""
+    for name in names:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -41,7 +40,7 @@ from unirl.types.conditions import Conditions, PromptTokens
 from unirl.types.device import CPU
 from unirl.types.facts import LatentFacts
 from unirl.types.protocols import TORCH_DTYPES, DtypeName, VaeDtype
-from unirl.types.sampling import DiffusionSamplingParams, Sampling
+from unirl.types.sampling import DiffusionSamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Qwen2Model
@@ -60,41 +59,23 @@ READABLE = {"model_type": "nextstep", "attention_bias": True, "o_attention_bias"
 """Values of a configuration without which the decoder is not that of Qwen2."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class NextStepFacts(LatentFacts):
-    """Facts about a model whose image tokens may have positions in a square grid."""
-
-    grid_side: int | None = None
-    """Most image tokens along a side; None = no limit."""
-
-    def check(self, sampling: Sampling) -> None:
-        """Raises ValueError unless the size, the number of frames and the guidance are supported."""
-        super().check(sampling)
-        assert isinstance(sampling, DiffusionSamplingParams)
-        scale = self.vae_scale * self.patch_size
-        for name, side in (("height", sampling.height), ("width", sampling.width)):
-            if self.grid_side is not None and side > self.grid_side * scale:
-                raise ValueError(
-                    f"sampling.{name}={side}: {self.family} has positions for {self.grid_side} image tokens along a "
-                    f"side. Use {self.grid_side * scale} or less"
-                )
-
-
-def facts(config: Config, vae: Config, multiple: int) -> NextStepFacts:
+def facts(config: Config, vae: Config, multiple: int) -> LatentFacts:
     """The facts of a checkpoint."""
-    return NextStepFacts(
+    vae_scale, patch_size = 2 ** (len(vae["block_out_channels"]) - 1), config["latent_patch_size"]
+    grid_side = config["base_image_grid_size"] if config["use_gen_pos_embed"] else None
+    return LatentFacts(
         family="nextstep1",
         trainable_attr=LM,
         block_class_names=("Qwen2DecoderLayer", "FlowBlock"),
         lora_targets=LORA_TARGETS,
         latent_channels=config["latent_channels"],
-        vae_scale=2 ** (len(vae["block_out_channels"]) - 1),
-        patch_size=config["latent_patch_size"],
+        vae_scale=vae_scale,
+        patch_size=patch_size,
         schedule=SigmaSchedule(),
         guidance=Guidance(),
         batch_multiple=multiple,
         extra_text_tokens=AREA_TOKENS,
-        grid_side=config["base_image_grid_size"] if config["use_gen_pos_embed"] else None,
+        largest_side=None if grid_side is None else grid_side * vae_scale * patch_size,
     )
 
 
@@ -146,7 +127,7 @@ class NextStepBundle(ContinuousTokenBundle):
     # Facts without loading the model
 
     @classmethod
-    def facts_of(cls, path: str, revision: str | None = None, device: torch.device = CPU) -> NextStepFacts:
+    def facts_of(cls, path: str, revision: str | None = None, device: torch.device = CPU) -> LatentFacts:
         """The facts of a model that is not loaded, from its configuration files."""
         return facts(*cls._configs_to_plan(path, revision), batch_multiple(device))
 

@@ -12,41 +12,41 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import ClassVar, TypeVar
 
+from torch import Tensor
+
 from unirl.models.base import Stage, response_of
-from unirl.models.denoising.bundle import DiffusionBundle
+from unirl.models.denoising.embeddings import ConditionImages
+from unirl.models.denoising.peft_pipeline import PeftPipeline
 from unirl.models.denoising.pipeline import DiffusionPipeline
-from unirl.models.language.chat import TextCodec
 from unirl.models.language.packing import prompt_tokens, prompts_of
 from unirl.models.language.pipeline import check_prompt_length
 from unirl.models.language.stage import ARStage
+from unirl.models.unified.bundle import IMAGE, UnifiedBundle
+from unirl.models.unified.checkpoint import NETWORK
 from unirl.sde.guidance import NEGATIVE
 from unirl.sde.noise import NoiseSource
-from unirl.types.conditions import Conditions
+from unirl.types.conditions import Conditions, PromptTokens
 from unirl.types.primitives import Texts
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp, RolloutTrack
 from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams
 from unirl.types.segments import TextSegment
 
-IMAGE = "image"
-"""The name of the track of images, which is the last one."""
 Written = Mapping[str, list[int]]
 """The tokens that a row's ancestors sampled, by track, in the order of the tracks."""
-
-
-class UnifiedBundle(DiffusionBundle):
-    """A bundle whose network is a policy over tokens as well. `stage_of` gives the policy of each track."""
-
-    codec: TextCodec
 
 
 BundleT = TypeVar("BundleT", bound=UnifiedBundle, covariant=True)
 
 
-class UnifiedPipeline(DiffusionPipeline[BundleT]):
-    """Generates the tracks of a request one after another. A request for the track `image` alone draws its prompts."""
+class UnifiedPipeline(DiffusionPipeline[BundleT], PeftPipeline[BundleT]):
+    """Generates the tracks of a request one after another. A request for the track `image` alone draws its prompts.
+
+    Exports have the layout of the checkpoint, or are adapters for peft.
+    """
 
     text_tracks: ClassVar[tuple[str, ...]]
     """The texts that the model can write before an image, in their order. A recipe may leave some out."""
@@ -71,6 +71,32 @@ class UnifiedPipeline(DiffusionPipeline[BundleT]):
     @abstractmethod
     def drawing_prompt(self, prompt: str, written: Written, *, conditional: bool = True) -> list[int]:
         """The tokens that the model reads before it draws. The unconditional pass of guidance is not `conditional`."""
+
+    @abstractmethod
+    def unconditional_prompts(self, texts: Sequence[str], params: DiffusionSamplingParams) -> PromptTokens:
+        """The tokens of the unconditional pass of guidance, where the track `image` draws the prompts `texts`."""
+
+    def encode(
+        self,
+        texts: Sequence[str],
+        params: DiffusionSamplingParams,
+        images: Sequence[ConditionImages] | None = None,
+    ) -> Conditions:
+        """The tokens `text`, and those of the unconditional pass, `negative_text`, if guidance is active."""
+        conditions = super().encode(texts, params, images)
+        if NEGATIVE + "text" in conditions:
+            conditions[NEGATIVE + "text"] = self.unconditional_prompts(texts, params).to(self.bundle.device)
+        return conditions
+
+    def write_model(self, tensors: Mapping[str, Tensor], folder: Path) -> Path:
+        """Write the files of the published repository, with `tensors` in place of those of the trained network."""
+        bundle = self.bundle
+        frozen = [name for name in bundle.configs.components if name != NETWORK]
+        parts = dict(zip(frozen, bundle.require(frozen, "be exported as a whole"), strict=True))
+        network = bundle.with_tensors(tensors)
+        bundle.family.write(folder, {NETWORK: network, **parts}, bundle.configs, bundle.root)
+        bundle.tokenizer.save_pretrained(folder)
+        return folder
 
     def stage_of(self, track: str) -> Stage:  # type: ignore[override]
         """The policy of a track: of images for `image`, and otherwise of that text."""

@@ -1,4 +1,4 @@
-"""Changes the reward of a response that is too long."""
+"""The length of a response: changes another reward, or is a reward itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from unirl.reward.base import RewardScorer
+from unirl.reward.base import RewardScorer, single
 from unirl.reward.scoring import name_of, response_of
 from unirl.types.protocols import Capabilities
 from unirl.types.reward import ResponseLength, RewardRequest, RewardResponse
@@ -17,6 +17,8 @@ from unirl.types.reward import ResponseLength, RewardRequest, RewardResponse
 
 @dataclass(frozen=True, kw_only=True)
 class LengthSpec:
+    """What happens to the reward of a response that is cut off, or nearly so."""
+
     truncated: Literal["zero", "keep", "soft"] = "zero"
     """zero: a response that was cut off gets the reward 0. keep: it keeps its reward. soft: DAPO's penalty is added."""
     buffer: int = 4096
@@ -65,6 +67,40 @@ class LengthRewardScorer(RewardScorer):
             return overlong_penalty(tokens, limits, self.config.buffer, self.config.factor).float()
         cut = torch.tensor([length.truncated and self.config.truncated == "zero" for length in lengths])
         return torch.where(cut, -total, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextLengthSpec:
+    """The length that costs nothing, and the length at which the reward is -1."""
+
+    max_tokens: int = 256
+    """A text of at most so many tokens has the reward 0."""
+    buffer: int = 256
+    """Tokens beyond `max_tokens` over which the reward falls to -1."""
+
+    toy: ClassVar[Mapping[str, object]] = {"max_tokens": 2, "buffer": 4}
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 0:
+            raise ValueError(f"TextLengthSpec.max_tokens must be >= 0, got {self.max_tokens}")
+        if self.buffer < 1:
+            raise ValueError(f"TextLengthSpec.buffer must be >= 1 token, got {self.buffer}")
+
+
+class TextLengthRewardScorer(RewardScorer):
+    """0 for a text that is short enough, then linear in its tokens, down to -1: DAPO's penalty as a reward."""
+
+    reads = ("lengths",)
+    capabilities = Capabilities(modalities=("text",))
+
+    def __init__(self, *, config: TextLengthSpec = TextLengthSpec()) -> None:
+        self.config = config
+
+    def score(self, request: RewardRequest) -> RewardResponse:
+        assert request.lengths is not None
+        lengths = torch.tensor([length.tokens for length in request.lengths])
+        limits = torch.full_like(lengths, self.config.max_tokens + self.config.buffer)
+        return single("text_length", overlong_penalty(lengths, limits, self.config.buffer))
 
 
 def overlong_penalty(lengths: Tensor, limits: Tensor, buffer: int, factor: float = 1.0) -> Tensor:

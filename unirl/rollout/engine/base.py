@@ -135,6 +135,11 @@ class DedicatedEngine(RolloutEngine):
     def canary(self, inputs: Batch, answer: CanaryOutput) -> CanaryResult:
         """The difference between the network's output on `inputs` and `answer`, the trainer's output."""
 
+    @collect
+    def holds(self, version: int, weights: str) -> bool:
+        """True if the engine can sample from these weights. A server that was restarted has lost them."""
+        return self.held == (version, weights)
+
     @broadcast
     def accept(self, version: int, weights: str) -> None:
         """Sample from the weights of the last transfer, which the driver has verified."""

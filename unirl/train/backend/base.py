@@ -144,18 +144,15 @@ class TrainBackend(ABC):
         """Drop the gradient that was added since the last `step`. The last call of `backward` had `last=True`."""
 
     @abstractmethod
-    def set_gradient_aside(self) -> None:
-        """Set aside the gradient that was added since the last `step`. The last call of `backward` had `last=True`.
+    def set_gradient_aside(self) -> float:
+        """Set aside the gradient that was added since the last `step`, and return its norm.
 
-        It waits for `join_gradients`. This is a collective.
+        The last call of `backward` had `last=True`. The gradient waits for `join_gradients`. This is a collective.
         """
 
     @abstractmethod
-    def join_gradients(self, weights: Sequence[float]) -> list[float]:
-        """Add up the gradients g_t that were set aside, scaled to norms in the ratio of `weights`, and return |g_t|.
-
-        The sum over t of w_t g_t / |g_t|, times the weighted mean of the norms. A gradient of norm 0 adds nothing.
-        """
+    def join_gradients(self, factors: Sequence[float]) -> None:
+        """Make the gradient the sum of those that were set aside, each times its factor, in the order of the calls."""
 
     @abstractmethod
     def provide_value_head(self, build: BuildHead) -> nn.Module:
@@ -174,10 +171,12 @@ class TrainBackend(ABC):
         """Run the block with the weights of snapshot `name`. Raises RuntimeError if gradients are enabled."""
 
     @abstractmethod
-    def sampling(self) -> AbstractContextManager[None]:
-        """Run the block without gradients and with the weights gathered once.
+    def sampling(self, gather: bool = True) -> AbstractContextManager[None]:
+        """Run the block without gradients. Ranks may run unequal numbers of forward passes inside.
 
-        Forward passes inside contain no collective, so ranks may run unequal numbers of them.
+        Args:
+            gather: True gathers the whole weights once, so that forward passes contain no collective. False keeps them
+                sharded, and each forward pass gathers one block at a time, in step with those of the other ranks.
         """
 
     @broadcast

@@ -91,9 +91,9 @@ class FSDPBackend(TrainBackend):
         self.skipped_in_a_row = 0
         self.finished_updates = 0
         """Number of updates that were done when the last training step ended."""
-        self.is_gathered = False
-        self.aside: list[tuple[float, dict[str, Tensor | None]]] = []
-        """Norms and gradients that wait for `join_gradients`."""
+        self.is_sampling = False
+        self.aside: list[dict[str, Tensor | None]] = []
+        """Gradients that wait for `join_gradients`."""
         self.value_head: nn.Module | None = None
         self.value_sharding: Sharding | None = None
         config = fsdp_cfg or FSDPConfig()
@@ -208,16 +208,14 @@ class FSDPBackend(TrainBackend):
     def drop_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
-    def set_gradient_aside(self) -> None:
+    def set_gradient_aside(self) -> float:
         norm = float(torch.stack([layout.gradient_norm() for layout in self.layouts]).norm())
-        self.aside.append((norm, {name: shard.grad for name, shard in self._all_shards().items()}))
+        self.aside.append({name: shard.grad for name, shard in self._all_shards().items()})
         self.optimizer.zero_grad(set_to_none=True)
+        return norm
 
-    def join_gradients(self, weights: Sequence[float]) -> list[float]:
-        norms, gradients = [norm for norm, _ in self.aside], [each for _, each in self.aside]
-        self.aside = []
-        mean = sum(w * norm for w, norm in zip(weights, norms, strict=True)) / sum(weights)
-        factors = [w * mean / norm if norm else 0.0 for w, norm in zip(weights, norms, strict=True)]
+    def join_gradients(self, factors: Sequence[float]) -> None:
+        gradients, self.aside = self.aside, []
         for name, shard in self._all_shards().items():
             parts = [
                 factor * part
@@ -225,7 +223,6 @@ class FSDPBackend(TrainBackend):
                 if (part := each[name]) is not None
             ]
             shard.grad = torch.stack(parts).sum(0) if parts else None
-        return norms
 
     def _skip(self, norms: list[float], lr: float) -> UpdateStats:
         """Drop the gradient and count the update as skipped.
@@ -267,9 +264,9 @@ class FSDPBackend(TrainBackend):
 
     @contextmanager
     def weights(self, name: str) -> Iterator[None]:
-        if self.is_gathered:
+        if self.is_sampling:
             raise RuntimeError(
-                f"weights({name!r}) inside sampling() would run with the live weights, which are already gathered. "
+                f"weights({name!r}) inside sampling() would run with live weights, which are already gathered. "
                 "Enter weights(...) first, and sampling() inside it"
             )
         # Reshard before and after the block, because a gathered module would run without reading the shards.
@@ -281,13 +278,13 @@ class FSDPBackend(TrainBackend):
                 self.sharding.reshard()
 
     @contextmanager
-    def sampling(self) -> Iterator[None]:
-        self.is_gathered = True
+    def sampling(self, gather: bool = True) -> Iterator[None]:
+        self.is_sampling = True
         try:
-            with torch.no_grad(), self.sharding.gathered():
+            with torch.no_grad(), self.sharding.gathered() if gather else self.sharding.in_lockstep():
                 yield
         finally:
-            self.is_gathered = False
+            self.is_sampling = False
 
     def has_snapshot(self, name: str) -> bool:
         return name in self.snapshots.stored

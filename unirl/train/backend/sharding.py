@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from unirl.distributed import RankInfo
+from unirl.train.backend.lockstep import Lockstep
 from unirl.train.configs import FSDPConfig
 
 if TYPE_CHECKING:  # these imports take seconds
@@ -137,6 +138,11 @@ class Sharding:
         """Keep the whole module gathered inside the block, so that forwards contain no collective."""
         yield
 
+    @contextmanager
+    def in_lockstep(self) -> Iterator[None]:
+        """Gather one block at a time in each forward inside the block, in step with the other ranks."""
+        yield
+
     def moved(self) -> None:
         """Called after the module was moved to another device."""
 
@@ -156,10 +162,12 @@ class FSDP2Sharding(Sharding):
         self.rank = rank
         self.mesh = mesh_of(rank, config.shard_size) if mesh is None else mesh
         self.shard_mesh = self.mesh if self.mesh.ndim == 1 else self.mesh["shard"]
-        self.pieces: list[FSDPModule] = []
-        """The units of the pieces."""
+        self.units: dict[nn.Module, list[FSDPModule]] = {}
+        """Piece to its units: the piece itself, then those of its parts that are gathered in another dtype."""
         self.roots: list[FSDPModule] = []
         """The units of the rest. The last one is the whole module."""
+        self.lockstep: Lockstep | None = None
+        """The order in which ranks gather blocks while they sample with sharded weights. None without blocks."""
 
     def for_another_module(self) -> FSDP2Sharding:
         return FSDP2Sharding(self.config, self.rank, self.mesh)
@@ -167,7 +175,7 @@ class FSDP2Sharding(Sharding):
     def wrap(self, module: nn.Module, pieces: Sequence[nn.Module], gathered: GatherDtype = AS_STORED) -> None:
         dtype = gathered.dtype
         wide = {id(parameter) for name, parameter in module.named_parameters() if name in gathered.kept}
-        units: dict[nn.Module, list[FSDPModule]] = {}
+        units: dict[nn.Module, list[FSDPModule]] = {}  # the piece itself is the last of its units
         for unit in (*pieces, module):
             # The parameters of the root are needed again as soon as the backward pass begins.
             reshard = self.config.reshard_after_forward and unit is not module
@@ -180,10 +188,12 @@ class FSDP2Sharding(Sharding):
             else:
                 group.append(self._wrap_unit([unit], dtype, reshard))
         self.roots += units.pop(module)
-        self.pieces += [part for parts in units.values() for part in parts]
+        self.units |= {piece: parts[::-1] for piece, parts in units.items()}
         if self.config.prefetch_blocks:
-            for chain in chains_of(list(units)):
-                self._prefetch([units[block] for block in chain])
+            self._prefetch_chains()
+        if self.units:
+            blocks = {block: self.units[block] for block in blocks_in(self.units)}
+            self.lockstep = Lockstep(module, blocks, self.config.prefetch_blocks, self.rank)
         # The outputs of most video networks are views, and no code changes them in place.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
 
@@ -202,13 +212,20 @@ class FSDP2Sharding(Sharding):
         wrapped.set_force_sum_reduction_for_comms(True)
         return wrapped
 
-    def _prefetch(self, chain: Sequence[Sequence[FSDPModule]]) -> None:
-        """Gather the next blocks of a chain ahead of each of its blocks, whose last unit is the block itself."""
+    @property
+    def pieces(self) -> list[FSDPModule]:
+        """The units of all pieces."""
+        return [unit for units in self.units.values() for unit in units]
+
+    def _prefetch_chains(self) -> None:
+        """Gather the next blocks of a chain ahead of each of its blocks."""
         count = self.config.prefetch_blocks
-        for i, block in enumerate(chain):
-            later, earlier = chain[i + 1 : i + 1 + count], chain[max(i - count, 0) : i]
-            block[-1].set_modules_to_forward_prefetch([unit for units in later for unit in units])
-            block[-1].set_modules_to_backward_prefetch([unit for units in reversed(earlier) for unit in units])
+        for chain in chains_of(list(self.units)):
+            for i, block in enumerate(chain):
+                later, earlier = chain[i + 1 : i + 1 + count], chain[max(i - count, 0) : i]
+                own = self.units[block][0]
+                own.set_modules_to_forward_prefetch([unit for each in later for unit in self.units[each]])
+                own.set_modules_to_backward_prefetch([unit for each in reversed(earlier) for unit in self.units[each]])
 
     def shard(self, parameter: nn.Parameter) -> nn.Parameter:
         return nn.Parameter(_local(parameter.detach()), requires_grad=parameter.requires_grad)
@@ -265,18 +282,37 @@ class FSDP2Sharding(Sharding):
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        self._set_resharding(pieces=False)
-        for module in (*self.pieces, *self.roots):
-            module.unshard()
+        with self._kept_gathered((*self.pieces, *self.roots)):
+            yield
+
+    @contextmanager
+    def in_lockstep(self) -> Iterator[None]:
+        if self.lockstep is None or self.shard_mesh.size() == 1:
+            with self.gathered():
+                yield
+            return
+        # What is not in a block, such as embeddings, is needed at the beginning and at the end of every forward.
+        blocks = {unit for units in self.lockstep.units.values() for unit in units}
+        with self._kept_gathered([unit for unit in (*self.pieces, *self.roots) if unit not in blocks]):
+            try:
+                with self.lockstep.attached():
+                    yield
+            finally:
+                self._prefetch_chains()
+
+    @contextmanager
+    def _kept_gathered(self, kept: Sequence[FSDPModule]) -> Iterator[None]:
+        """Keep some units gathered inside the block, and free the others after their forward."""
+        for unit in self.pieces:
+            unit.set_reshard_after_forward(unit not in kept, recurse=False)
+        for unit in kept:
+            unit.unshard()
         try:
             yield
         finally:
             self.reshard()
-            self._set_resharding(pieces=self.config.reshard_after_forward)
-
-    def _set_resharding(self, pieces: bool) -> None:
-        for piece in self.pieces:
-            piece.set_reshard_after_forward(pieces, recurse=False)
+            for unit in self.pieces:
+                unit.set_reshard_after_forward(self.config.reshard_after_forward, recurse=False)
 
     def moved(self) -> None:
         """Point the shards to the storage of their parameters, which were moved in place."""
@@ -301,6 +337,11 @@ def chains_of(pieces: Sequence[nn.Module]) -> list[list[nn.Module]]:
         if piece not in experts:
             chains.setdefault(inside.get(piece), []).append(piece)
     return list(chains.values())
+
+
+def blocks_in(pieces: Collection[nn.Module]) -> list[nn.Module]:
+    """The pieces that contain no other piece."""
+    return [piece for piece in pieces if not any(part in pieces for part in piece.modules() if part is not piece)]
 
 
 def _parts_without(kept: set[int], unit: nn.Module, others: Sequence[nn.Module]) -> list[nn.Module]:

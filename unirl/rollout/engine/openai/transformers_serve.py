@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import tempfile
-import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,15 +21,16 @@ import torch
 from torch import Tensor
 
 from unirl.config.dependencies import need
-from unirl.config.errors import EngineError
-from unirl.config.http import PROBE_TIMEOUT_S, HttpClient, Reply, RequestFailed
+from unirl.config.errors import EngineError, SyncError
 from unirl.distributed.group.rank import current
+from unirl.distributed.weight_sync.base import WeightLayout
 from unirl.models.language.bundle import load_network
 from unirl.models.language.pipeline import TextPipeline
 from unirl.models.loading.hub import quiet_libraries
 from unirl.rollout.engine.serving.engine import TokenServingEngine
-from unirl.rollout.engine.serving.process import LOOPBACK, ServerProcess, free_port
-from unirl.rollout.engine.serving.server import ProbeResult, TokenAnswer, TokenRequest, TokenServer
+from unirl.rollout.engine.serving.http_server import HttpTokenServer, ServerAccess, shown
+from unirl.rollout.engine.serving.process import LOOPBACK
+from unirl.rollout.engine.serving.server import ProbeResult, TokenAnswer, TokenRequest
 from unirl.types.protocols import Capabilities
 from unirl.types.sampling import ARSamplingParams
 
@@ -56,85 +55,52 @@ class ServedCompletion(msgspec.Struct):
     choices: list[ServedChoice]
 
 
-class TransformersServer(TokenServer):
-    """A process of `transformers serve`, or one that runs at `url` on this machine."""
+class TransformersServer(HttpTokenServer):
+    """A process of `transformers serve`, or one that runs at `rollout.url` on this machine."""
 
     name: ClassVar[str] = "transformers serve"
+    health: ClassVar[str] = "/health"
     # It generates one response at a time, and a seed is for the whole process.
     concurrency = 1
 
-    def __init__(
-        self,
-        pipeline: TextPipeline[Any],
-        folder: Path,
-        log: Path,
-        *,
-        url: str | None,
-        python_executable: str | None,
-        start_timeout_s: float,
-        timeout_s: float,
-        max_restarts: int,
-    ) -> None:
+    def __init__(self, pipeline: TextPipeline[Any], folder: Path, access: ServerAccess) -> None:
         """
         Args:
             folder: weights are written below it, and it is removed at the end. The server must see it, too.
         """
+        super().__init__(access)
         self._remove = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self.pipeline = pipeline
         self.folder = folder
-        self.start_timeout_s = start_timeout_s
-        self.max_restarts = max_restarts
         self.model: Path | None = None
         """The folder of the weights that the server has."""
         self.sent: dict[str, Tensor] = {}
         """The tensors of the transfer that is under way, by name."""
         self.weights_name = ""
-        self.process: ServerProcess | None = None
-        self._recovering = threading.Lock()
-        if url is None:
-            port = free_port()
-            url = f"http://{LOOPBACK}:{port}"
-            words = [python_executable or sys.executable, "-m", "transformers.cli.transformers", "serve"]
-            options = {"--host": LOOPBACK, "--port": str(port), "--device": str(pipeline.bundle.device)}
-            # A model stays loaded until the next one takes its place.
-            options |= {"--model-timeout": str(10**9), "--log-level": "error"}
-            words += [word for option in options.items() for word in option]
-            env = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads())}
-            self.process = ServerProcess(self.name, words, log, env)
-        self.url = url
-        self.http = HttpClient(url, token=None, timeout_s=timeout_s, connections=2)
 
-    def start(self) -> None:
-        if self.process is not None:
-            self.process.start()
+    def words(self, python: str, port: int) -> list[str]:
+        options = {"--host": LOOPBACK, "--port": str(port), "--device": str(self.pipeline.bundle.device)}
+        # A model stays loaded until the next one takes its place.
+        options |= {"--model-timeout": str(10**9), "--log-level": "error"}
+        serve = [python, "-m", "transformers.cli.transformers", "serve"]
+        return serve + [word for option in options.items() for word in option]
 
-    def wait_ready(self) -> None:
-        if self.process is not None:
-            self.process.wait_ready(self._is_ready, self.start_timeout_s)
-        elif not self._is_ready():
-            raise EngineError(f"no {self.name} answers at rollout.url={self.url}: start it, or correct the address")
+    def env(self) -> Mapping[str, str]:
+        return {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads())}
 
-    def _is_ready(self) -> bool:
-        try:
-            return self.http.request("GET", "/health", timeout_s=PROBE_TIMEOUT_S).status == 200
-        except RequestFailed:
-            return False
+    def check_ready(self) -> None:
+        """It takes its settings with every request."""
 
-    def recover(self) -> None:
-        with self._recovering:
-            if self.process is None:
-                self.wait_ready()
-                return
-            if self.process.is_alive:
-                return
-            if self.process.num_starts > self.max_restarts:
-                raise EngineError(
-                    f"{self.name} ended {self.process.ending}, and was restarted rollout.max_restarts="
-                    f"{self.max_restarts} times before. {self.process.tail()}"
-                )
-            self.process.start()
-            self.wait_ready()
-            self.wake_up()
+    def prepare(self, layout: WeightLayout) -> None:
+        if layout.payload == "adapter":
+            raise SyncError(
+                f"{self.name} cannot load adapters while it runs: set sync.merge_adapters=true, which merges them into "
+                "the weights that are sent"
+            )
+
+    def restore(self) -> bool:
+        self._load()
+        return True
 
     def complete(self, request: TokenRequest, params: ARSamplingParams) -> TokenAnswer:
         ends = self.pipeline.bundle.codec.ends
@@ -158,7 +124,7 @@ class TransformersServer(TokenServer):
             "seed": seed,
             "generation_config": json.dumps(settings),
         }
-        reply = self._post("/v1/completions", body)
+        reply = self.post("/v1/completions", body)
         try:
             completion = msgspec.json.decode(reply.body, type=ServedCompletion)
             [choice] = completion.choices
@@ -224,34 +190,22 @@ class TransformersServer(TokenServer):
         return int(self._generate(prompt, settings, 0).tokens[0])
 
     def sleep(self) -> None:
-        self._post("/reset", {})
+        self.insist_on("/reset", {})
 
     def wake_up(self) -> None:
+        self.insist("to wake up", self._load)
+
+    def _load(self) -> None:
         if self.model is None:
             return
-        self._post("/reset", {})
-        reply = self._post("/load_model", {"model": str(self.model)})
+        self.post("/reset", {})
+        reply = self.post("/load_model", {"model": str(self.model)})
         if b'"ready"' not in reply.body:
             raise EngineError(f"{self.name} could not load {self.model}: {shown(reply)}")
 
-    def _post(self, path: str, body: Mapping[str, object]) -> Reply:
-        """One attempt. Raises RequestFailed or ServerBusy if another one may succeed, else EngineError."""
-        headers = {"Content-Type": "application/json"}
-        reply = self.http.request("POST", path, content=msgspec.json.encode(body), headers=headers)
-        if reply.status != 200:
-            reply.raise_if_retryable(f"{reply.status} {shown(reply)}", pause_s=1.0)
-            raise EngineError(f"{self.name} refuses {path}: {reply.status} {shown(reply)}")
-        return reply
-
     def stop(self) -> None:
-        if self.process is not None:
-            self.process.stop()
+        super().stop()
         self._remove()
-
-
-def shown(reply: Reply) -> str:
-    """The beginning of a reply, for an error message."""
-    return reply.body[:300].decode(errors="replace")
 
 
 def text_of(tokens: Sequence[int]) -> str:
@@ -303,14 +257,12 @@ class TransformersServeEngine(TokenServingEngine):
         root = Path(tempfile.mkdtemp(prefix="unirl-")) if run_dir is None else run_dir
         folder = root / "engine" / f"rank-{current().rank}"
         shutil.rmtree(folder, ignore_errors=True)  # weights of a run that was killed
-        server = TransformersServer(
-            pipeline,
-            folder,
-            root / "logs" / f"transformers-serve-{current().rank}.log",
+        access = ServerAccess(
             url=url,
             python_executable=python_executable,
             start_timeout_s=start_timeout_s,
             timeout_s=timeout_s,
             max_restarts=max_restarts,
+            log=root / "logs" / f"transformers-serve-{current().rank}.log",
         )
-        super().__init__(pipeline, server)
+        super().__init__(pipeline, TransformersServer(pipeline, folder, access))

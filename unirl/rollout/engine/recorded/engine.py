@@ -29,12 +29,20 @@ class RecordedRolloutEngine(TrainsideRolloutEngine):
 
     capabilities: ClassVar[Capabilities] = Capabilities(snapshots=True, recorded=True, modalities=("image",))
 
-    def __init__(self, pipeline: LatentPipeline[Any], backend: WeightSource, *, forward_batch_size: int = 8) -> None:
+    def __init__(
+        self,
+        pipeline: LatentPipeline[Any],
+        backend: WeightSource,
+        *,
+        forward_batch_size: int = 8,
+        gather_weights: bool = True,
+    ) -> None:
         """
         Args:
             forward_batch_size: rows per forward when images are sampled. It changes speed and memory, not the samples.
+            gather_weights: as in `TrainsideRolloutEngine`, when images are sampled.
         """
-        super().__init__(pipeline, backend, forward_batch_size=forward_batch_size)
+        super().__init__(pipeline, backend, forward_batch_size=forward_batch_size, gather_weights=gather_weights)
         self.recorder = pipeline
         pipeline.bundle.encoder()  # raises now, not in the first step, if the family has no image encoder
 

@@ -1,21 +1,19 @@
 """Samples tokens with a server: encodes prompts, sends requests, checks every answer, and sends weights.
 
 prompts --encode--> token ids --TokenServer.complete--> token ids --checks--> segment
-buckets --WeightForwarder--> TokenServer.send_weights --> read back --> fingerprints --> probe of the logits
+buckets --WeightForwarder--> TokenServer.send_weights --> fingerprints --> probe of the logits
 """
 
 from __future__ import annotations
 
 import math
-import random
-import time
+import secrets
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextvars import copy_context
 from typing import Any
 
-from unirl.config.errors import EngineError, IncompatibleError, SyncError
-from unirl.config.http import MAX_PAUSE_S, RequestFailed, ServerBusy
+from unirl.config.errors import EngineError, IncompatibleError, SyncError, WeightsLostError
 from unirl.distributed.weight_sync.base import Arrival, CanaryResult, Numerics, ParamMapping, WeightLayout
 from unirl.distributed.weight_sync.buckets import Bucket
 from unirl.distributed.weight_sync.endpoints import WeightForwarder
@@ -24,6 +22,7 @@ from unirl.models.language.decoding import Response, ResponseBuilder
 from unirl.models.language.packing import prompts_of
 from unirl.models.language.pipeline import TextPipeline
 from unirl.models.language.stage import text_segment
+from unirl.models.loading.lora import adapter_names, inject_lora
 from unirl.rollout.engine.base import DedicatedEngine
 from unirl.rollout.engine.serving.server import TokenAnswer, TokenRequest, TokenServer
 from unirl.sde.noise import NoiseSource, key_seed
@@ -35,9 +34,6 @@ from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp
 from unirl.types.sampling import ARSamplingParams
 
-MAX_ATTEMPTS = 5
-"""Attempts at one response before the run stops."""
-RETRY_DELAY_S = 0.2
 SEEDS = 2**31
 """Servers take seeds of 31 bits."""
 
@@ -58,10 +54,11 @@ class TokenServingEngine(DedicatedEngine):
         self.pipeline = pipeline
         self.server = server
         self.forwarder: WeightForwarder | None = None
+        self.owner = secrets.token_hex(4)
+        """Part of the names of weights. It tells this engine from another one that uses the same server."""
         self.num_transfers = 0
         self.weights_name = ""
         """The name under which the server has the weights of the last transfer."""
-        server.start()
 
     def facts(self) -> ModelFacts:
         return self.pipeline.facts
@@ -70,13 +67,11 @@ class TokenServingEngine(DedicatedEngine):
 
     def prepare(self, layout: WeightLayout) -> ParamMapping:
         self.held = None
-        if layout.payload == "adapter":
-            raise SyncError(
-                f"{self.server.name} cannot load adapters while it runs: set sync.merge_adapters=true, which merges "
-                "them into the weights that are sent"
-            )
-        self.server.wait_ready()
         network = self.pipeline.bundle.trainable()
+        if layout.adapter is not None and not adapter_names(network):
+            inject_lora(network, layout.adapter, seed=0)
+        self.server.prepare(layout)
+        self.server.start()
         self.forwarder = WeightForwarder(network, layout)
         computing = Numerics.of(network, self.pipeline.stage.autocast_dtype, self.pipeline.bundle.device)
         numerics = Numerics(f"{self.server.name}", 0, computing.compute, computing.storage)
@@ -86,7 +81,7 @@ class TokenServingEngine(DedicatedEngine):
         tensors = self._bound().checked(bucket)
         if bucket.number == 0:
             self.num_transfers += 1
-            self.weights_name = f"{self.num_transfers:06d}-{bucket.weights}-{bucket.version}"
+            self.weights_name = f"{self.num_transfers:06d}-{bucket.weights}-{bucket.version}-{self.owner}"
             self.server.begin_weights(self.weights_name)
         self.server.send_weights(tensors)
 
@@ -109,10 +104,10 @@ class TokenServingEngine(DedicatedEngine):
         return CanaryResult(False, result.absdiff, result.relative)
 
     def move(self, asleep: bool) -> None:
-        if asleep:
-            self.server.sleep()
-        else:
-            self.server.wake_up()
+        try:
+            (self.server.sleep if asleep else self.server.wake_up)()
+        except WeightsLostError:
+            self.held = None  # the next `EngineSync.push` sends them again
 
     # Samples
 
@@ -124,7 +119,11 @@ class TokenServingEngine(DedicatedEngine):
         noise = NoiseSource(params.seed, req.purpose, req.step)
         seeds = [key_seed(params.seed, noise.key(id, "tok")) % SEEDS for id in req.sample_ids]
         requests = [TokenRequest(*row) for row in zip(req.sample_ids, tokens, seeds, strict=True)]
-        answers = self._answers(requests, params)
+        try:
+            answers = self._answers(requests, params)
+        except WeightsLostError:
+            self.held = None
+            raise
         builder = ResponseBuilder(self.pipeline.bundle.codec, params, None)
         responses = [response_from(row, id, answers[row], builder) for row, id in enumerate(req.sample_ids)]
         segment = text_segment(responses, params)
@@ -148,29 +147,15 @@ class TokenServingEngine(DedicatedEngine):
         return [answers[row] for row in range(len(requests))]
 
     def _answer(self, request: TokenRequest, params: ARSamplingParams) -> TokenAnswer:
-        """The answer to one request, after retries. A retried request has the same seed."""
-        delay = RETRY_DELAY_S
-        for attempt in range(1, MAX_ATTEMPTS + 1):
-            try:
-                answer = self.server.complete(request, params)
-            except (RequestFailed, ServerBusy) as error:
-                if attempt == MAX_ATTEMPTS:
-                    raise EngineError(
-                        f"{self.server.name} gave no answer for {request.id} in {attempt} attempts; the last one: "
-                        f"{error}"
-                    ) from error
-                wanted = error.retry_after_s if isinstance(error, ServerBusy) else delay * random.uniform(0.5, 1.0)
-                time.sleep(min(wanted, MAX_PAUSE_S))
-                delay *= 2
-                self.server.recover()
-            else:
-                self._check(request, answer, params)
-                return answer
-        raise AssertionError("the loop returns or raises")
+        """The checked answer to one request, after retries. A retried request has the same seed."""
+        answer = self.server.insist(f"for {request.id}", lambda: self.server.complete(request, params))
+        self._check(request, answer, params)
+        return answer
 
     def _check(self, request: TokenRequest, answer: TokenAnswer, params: ARSamplingParams) -> None:
         """Raises SyncError or EngineError for an answer that the server may not give."""
         if answer.weights != self.weights_name:
+            self.server.recover()  # raises if the server was restarted, which explains it
             raise SyncError(
                 f"{self.server.name} sampled {request.id} from the weights {answer.weights!r}, and the last verified "
                 f"ones are {self.weights_name!r}: another program may have loaded weights into the same server"

@@ -5,14 +5,24 @@ A kind of server is one subclass of `TokenServer`. It knows the words of the wir
 
 from __future__ import annotations
 
+import random
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from torch import Tensor
 
+from unirl.config.errors import EngineError
+from unirl.config.http import MAX_PAUSE_S, RequestFailed, ServerBusy
+from unirl.distributed.weight_sync.base import WeightLayout
 from unirl.types.sampling import ARSamplingParams
+
+MAX_ATTEMPTS = 5
+"""Attempts at one request before the run stops."""
+RETRY_DELAY_S = 0.2
+AnswerT = TypeVar("AnswerT")
 
 
 @dataclass(frozen=True)
@@ -42,9 +52,9 @@ class ProbeResult:
     """The difference between the server's logits and expected ones, on a fixed input."""
 
     absdiff: float
-    """A bound on the largest absolute difference, nats; inf if there is none."""
+    """The largest absolute difference, nats, or a bound on it; inf if there is no bound."""
     relative: float
-    """`absdiff` divided by the root mean square of the expected logits."""
+    """The root mean square of the difference, or a bound on it, divided by that of the expected logits."""
 
 
 class TokenServer(ABC):
@@ -56,18 +66,25 @@ class TokenServer(ABC):
     """Number of requests that it gets at the same time."""
 
     @abstractmethod
-    def start(self) -> None:
-        """Begin to start the server, if it is to be started. Returns at once."""
+    def prepare(self, layout: WeightLayout) -> None:
+        """Learn what will be sent, before the start. Raises SyncError, naming the tensor, for what it cannot take."""
 
     @abstractmethod
-    def wait_ready(self) -> None:
-        """Wait until the server answers. Raises EngineError, with the end of its log, if it does not."""
+    def start(self) -> None:
+        """Start the server, if it is to be started and does not run yet, and wait until it answers.
+
+        Raises:
+            EngineError: with the end of its log, if it does not answer.
+            IncompatibleError: it runs with other settings than those of the recipe.
+        """
 
     @abstractmethod
     def recover(self) -> None:
         """After a failed attempt: restart a server that has ended, with the weights that it had.
 
-        Raises EngineError if it ends again and again, or if a server that this process did not start does not answer.
+        Raises:
+            EngineError: it ends again and again, or a server that this process did not start does not answer.
+            WeightsLostError: it was restarted, and the weights must be sent again.
         """
 
     @abstractmethod
@@ -88,11 +105,15 @@ class TokenServer(ABC):
         """Send the tensors of one bucket, by the names of the trained network. Their memory is reused afterwards."""
 
     @abstractmethod
-    def end_weights(self) -> Iterable[tuple[str, Tensor]]:
+    def end_weights(self) -> Iterable[tuple[str, Tensor]] | None:
         """Make the server sample from the weights of the transfer.
 
         Returns:
-            All tensors of the transfer as the server has them now, by the same names, read back.
+            All tensors of the transfer as the server has them now, by the same names, read back. None if it cannot be
+            asked for tensors.
+
+        Raises:
+            SyncError: the server reports that it has other weights.
         """
 
     @abstractmethod
@@ -101,12 +122,36 @@ class TokenServer(ABC):
 
     @abstractmethod
     def sleep(self) -> None:
-        """Free the memory of the weights."""
+        """Free the memory of the device."""
 
     @abstractmethod
     def wake_up(self) -> None:
-        """Load the weights again that the server had before it went to sleep."""
+        """Bring back the weights that the server had before it went to sleep."""
 
     @abstractmethod
     def stop(self) -> None:
         """End a server that this process started."""
+
+    def insist(self, what: str, attempt: Callable[[], AnswerT]) -> AnswerT:
+        """The result of `attempt`, after retries of attempts that failed or found the server busy.
+
+        Args:
+            what: the subject of the message, such as `for r0:1`.
+
+        Raises:
+            EngineError: all attempts failed.
+        """
+        delay = RETRY_DELAY_S
+        for count in range(1, MAX_ATTEMPTS + 1):
+            try:
+                return attempt()
+            except (RequestFailed, ServerBusy) as error:
+                if count == MAX_ATTEMPTS:
+                    raise EngineError(
+                        f"{self.name} gave no answer {what} in {count} attempts; the last one: {error}"
+                    ) from error
+                wanted = error.retry_after_s if isinstance(error, ServerBusy) else delay * random.uniform(0.5, 1.0)
+                time.sleep(min(wanted, MAX_PAUSE_S))
+                delay *= 2
+                self.recover()
+        raise AssertionError("the loop returns or raises")

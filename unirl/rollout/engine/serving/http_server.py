@@ -1,0 +1,149 @@
+"""A server of tokens that is reached by HTTP: started on the loopback interface, or joined at its address."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+
+from unirl.config.errors import EngineError, WeightsLostError
+from unirl.config.http import PROBE_TIMEOUT_S, HttpClient, Reply, RequestFailed, ServerBusy
+from unirl.rollout.engine.serving.process import LOOPBACK, ServerProcess, free_port
+from unirl.rollout.engine.serving.server import TokenServer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerAccess:
+    """The settings by which a server is started or joined, as an engine documents them."""
+
+    url: str | None
+    python_executable: str | None
+    start_timeout_s: float
+    timeout_s: float
+    max_restarts: int
+    log: Path
+    """The output of a server that this process starts is appended to this file."""
+
+
+class HttpTokenServer(TokenServer):
+    """A process with a program that a subclass names, or a server that runs at `access.url`."""
+
+    health: ClassVar[str]
+    """The path that answers 200 when the server is ready."""
+
+    def __init__(self, access: ServerAccess) -> None:
+        self.access = access
+        self.process: ServerProcess | None = None
+        self._http: HttpClient | None = None
+        self._recovering = threading.Lock()
+        self.has_lost_weights = False
+        """True from a restart, until weights are sent, if `restore` could not bring back the former ones."""
+
+    @abstractmethod
+    def words(self, python: str, port: int) -> list[str]:
+        """The command line of the server."""
+
+    @abstractmethod
+    def env(self) -> Mapping[str, str]:
+        """Environment variables of the server, in addition to those of this process."""
+
+    @abstractmethod
+    def check_ready(self) -> None:
+        """Check a server that answers. Raises IncompatibleError if it runs with other settings than the recipe's."""
+
+    @abstractmethod
+    def restore(self) -> bool:
+        """Give a restarted server the weights that it had. Returns False if they must be sent again."""
+
+    @property
+    def http(self) -> HttpClient:
+        """The connections to the server."""
+        assert self._http is not None, "start comes first"
+        return self._http
+
+    def start(self) -> None:
+        if self._http is not None:
+            return
+        access, url = self.access, self.access.url
+        if url is None:
+            port = free_port()
+            url = f"http://{LOOPBACK}:{port}"
+            words = self.words(access.python_executable or sys.executable, port)
+            self.process = ServerProcess(self.name, words, access.log, self.env())
+            self.process.start()
+        self._http = HttpClient(url, token=None, timeout_s=access.timeout_s, connections=self.concurrency + 1)
+        self._wait_ready()
+        self.check_ready()
+
+    def _wait_ready(self) -> None:
+        if self.process is not None:
+            self.process.wait_ready(self._is_ready, self.access.start_timeout_s)
+        elif not self._is_ready():
+            raise EngineError(
+                f"no {self.name} answers at rollout.url={self.access.url}: start it, or correct the address"
+            )
+
+    def _is_ready(self) -> bool:
+        try:
+            return self.http.request("GET", self.health, timeout_s=PROBE_TIMEOUT_S).status == 200
+        except RequestFailed:
+            return False
+
+    def recover(self) -> None:
+        with self._recovering:
+            if self.process is None:
+                self._wait_ready()
+                return
+            if not self.process.is_alive:
+                self._restart(self.process)
+            if self.has_lost_weights:
+                raise WeightsLostError(
+                    f"{self.name} ended and was restarted with the weights of the base checkpoint: those of the last "
+                    f"transfer must be sent again. {self.process.tail()}"
+                )
+
+    def _restart(self, process: ServerProcess) -> None:
+        if process.num_starts > self.access.max_restarts:
+            raise EngineError(
+                f"{self.name} ended {process.ending}, and was restarted rollout.max_restarts="
+                f"{self.access.max_restarts} times before. {process.tail()}"
+            )
+        process.start()
+        self._wait_ready()
+        self.has_lost_weights = not self.restore()
+
+    def post(self, path: str, body: Mapping[str, object], timeout_s: float | None = None) -> Reply:
+        """One attempt. Raises RequestFailed or ServerBusy if another one may succeed, else EngineError."""
+        headers = {"Content-Type": "application/json"}
+        content = msgspec.json.encode(body)
+        reply = self.http.request("POST", path, content=content, headers=headers, timeout_s=timeout_s)
+        if reply.status != 200:
+            reply.raise_if_retryable(f"{reply.status} {shown(reply)}", pause_s=1.0)
+            raise EngineError(f"{self.name} refuses {path}: {reply.status} {shown(reply)}")
+        return reply
+
+    def post_once(self, path: str, body: Mapping[str, object]) -> Reply:
+        """The reply to a request that may not be repeated. Raises EngineError if there is none."""
+        try:
+            return self.post(path, body)
+        except (RequestFailed, ServerBusy) as error:
+            raise EngineError(f"{self.name} gave no answer to {path}, which cannot be repeated: {error}") from error
+
+    def insist_on(self, path: str, body: Mapping[str, object]) -> Reply:
+        """The reply to a request that may be repeated, after retries. Raises as `insist` and `post` do."""
+        return self.insist(f"to {path}", lambda: self.post(path, body))
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.stop()
+
+
+def shown(reply: Reply) -> str:
+    """The beginning of a reply, for an error message."""
+    return reply.body[:300].decode(errors="replace")

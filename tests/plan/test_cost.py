@@ -126,13 +126,13 @@ def test_an_engine_in_eight_bits_halves_the_weights_of_its_blocks():
 
 def test_what_the_plan_recommends_is_evaluated_with_the_same_model():
     run = sized("diffusion/qwen_image_trainside", "num_devices=8")
-    now = candidate(run, run.settings, H200)
-    gains = best_changes(run, H200, H200.memory_gib)
+    now = candidate([run], {}, H200)
+    gains = best_changes([run], H200, H200.memory_gib)
     assert len(gains) == 3
     assert [gain.seconds for gain in gains] == sorted(gain.seconds for gain in gains)
     for gain in gains:
         changed = sized("diffusion/qwen_image_trainside", "num_devices=8", gain.word)
-        assert candidate(changed, changed.settings, H200).seconds == pytest.approx(gain.seconds)
+        assert candidate([changed], {}, H200).seconds == pytest.approx(gain.seconds)
         assert gain.seconds < now.seconds
 
 

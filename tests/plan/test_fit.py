@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-from dataclasses import replace
 from functools import cache
 from itertools import product
 
@@ -20,11 +19,12 @@ from unirl.plan.fit import (
     candidate,
     moment_peaks,
     next_rung,
-    overrides,
     search,
+    settings_with,
     shortage,
     usable,
     values_of,
+    words_of,
 )
 from unirl.plan.sizes import RunSizes
 
@@ -64,9 +64,9 @@ def test_the_words_that_fit_prints_are_legal_and_fit(case, capsys):
     device, _ = device_named(options[options.index("--device") + 1])
     count = [f"num_devices={options[options.index('--devices') + 1]}"] if "--devices" in options else []
     before, after = (sized(recipe, *count, *more) for more in ([], words))
-    result = candidate(after, after.settings, device)
+    result = candidate([after], {}, device)
     assert result.peak_gib <= usable(device.memory_gib)
-    own = candidate(before, before.settings, device)
+    own = candidate([before], {}, device)
     assert result.seconds <= own.seconds or own.peak_gib > usable(device.memory_gib)
     assert "does not fit" in shown or "no setting is faster" in shown
     changed = {word.partition("=")[0] for word in words} - {"num_devices"}
@@ -78,9 +78,9 @@ def test_the_words_that_fit_prints_are_legal_and_fit(case, capsys):
 def test_the_search_agrees_with_trying_every_setting():
     run = RunSizes.of(load("diffusion/sd3_trainside", ["num_devices=2"]).config)
     device, memory = device_named("h100")[0], 60.0
-    fit = search(run, device, memory)
+    fit = search([run], device, memory)
     every = [
-        candidate(run, replace(run.settings, micro_rows=micro, forward_rows=rows, recompute=recompute), device)
+        candidate([run], {"micro_rows": micro, "forward_rows": rows, "recompute": recompute}, device)
         for micro, rows, recompute in product((1, 2, 4, 8, 16), (8, 16, 32, 64), (False, True))
     ]
     fastest = min(each.seconds for each in every if each.peak_gib <= usable(memory))
@@ -116,14 +116,13 @@ def test_a_number_of_rows_between_two_powers_of_two_is_found():
     recipe, words = "diffusion/sd3_trainside", ["batch_size=3", "sampling.samples_per_prompt=8"]
     run = RunSizes.of(load(recipe, [*words, "stack.num_updates_per_batch=1", "stack.micro_batch_size=8"]).config)
     device = device_named("h100")[0]
-    at = {rows: candidate(run, replace(run.settings, micro_rows=rows, forward_rows=24), device) for rows in (8, 12, 24)}
+    at = {rows: candidate([run], {"micro_rows": rows, "forward_rows": 24}, device) for rows in (8, 12, 24)}
     assert {8, 12, 24} <= set(values_of(run, MICRO))
     assert at[12].seconds < at[8].seconds
     memory = (at[12].peak_gib + 0.01) / usable(1.0)
-    kept = [rung.key for rung in RUNGS if rung is not MICRO]
-    best = search(run, device, memory, kept).best
+    best = search([run], device, memory, [MICRO]).best
     assert best is not None
-    assert best.settings.micro_rows not in (1, 2, 4, 16)
+    assert settings_with(run, best.changes).micro_rows not in (1, 2, 4, 16)
 
 
 def test_typed_settings_are_kept_and_what_would_be_faster_is_said(capsys):
@@ -162,9 +161,9 @@ def test_each_rung_of_the_ladder_lowers_the_peak_until_none_is_left():
         assert len(climbed) < 12
     assert climbed[0] == "stack.micro_batch_size=4"
     assert "backend.fsdp_cfg.activation_checkpointing=true" in climbed
-    assert overrides(run, run.settings) == []
+    assert words_of({}) == []
     assert "use more devices" in shortage(run, "train")
-    assert candidate(run, run.settings, device).peak_gib > 0
+    assert candidate([run], {}, device).peak_gib > 0
 
 
 def test_the_printed_command_holds_the_typed_words_that_the_search_leaves(capsys):

@@ -32,7 +32,7 @@ from unirl.plan.cost import (
     waiting_table,
 )
 from unirl.plan.geometry import Geometry, geometry_of
-from unirl.plan.layout import transport_of
+from unirl.plan.layout import can_sample_sharded, num_shards, samples_sharded, transport_of
 from unirl.plan.placement import PlacementPlan, plan_of
 from unirl.plan.preflight import Estimated, needs_of, sizes_of, trainer_class
 from unirl.plan.residency import IDLE, PHASES, MemoryPart, home_of, resident
@@ -142,6 +142,19 @@ class RunSizes:
         return cls(placement, geometry, estimate, transfer, sizes, settings)
 
 
+def rows_beside(others: Mapping[str, RunSizes]) -> dict[DeviceSet, list[MemoryRow]]:
+    """By devices, what other policies keep there while one works.
+
+    Args:
+        others: name to the run of each of the other policies.
+    """
+    beside: dict[DeviceSet, list[MemoryRow]] = {}
+    for name, run in others.items():
+        for home, row in run.waiting(name).items():
+            beside.setdefault(home, []).append(row)
+    return beside
+
+
 @dataclass(eq=False)
 class RecipeSizes:
     """A recipe and the sizes of its run, which are worked out when they are first needed, and then kept."""
@@ -159,11 +172,8 @@ class RecipeSizes:
         """The sizes. None if the recipe's bundle cannot say those of its model without loading it."""
         if self.alone is None:
             return None
-        beside: dict[DeviceSet, list[MemoryRow]] = {}
-        for name, other in self.others.items():
-            for home, row in ({} if other.alone is None else other.alone.waiting(name)).items():
-                beside.setdefault(home, []).append(row)
-        return replace(self.alone, beside=beside)
+        others = {name: other.alone for name, other in self.others.items()}
+        return replace(self.alone, beside=rows_beside({name: run for name, run in others.items() if run is not None}))
 
     @cached_property
     def alone(self) -> RunSizes | None:
@@ -197,17 +207,18 @@ def _settings(
 ) -> Settings:
     tokens = sizes.network.tokens * sizes.trained_rows
     budget, fsdp = config.micro_batch_tokens, config.backend.get("fsdp_cfg", Node)
-    num_shards = (fsdp and fsdp.get("shard_size", int)) or len(placement.train)
+    shards = num_shards(config, placement)
     slots = estimate.facts.rows_at_once(largest(config, estimate), sizes.engine_dtype_bytes or sizes.dtype_bytes)
     rows_at_once = min(slots, -(-sizes.num_samples // sizes.num_engine_devices))
     return Settings(
         micro_rows=geometry.micro_batch_size if budget is None else max(budget // tokens, 1),
         forward_rows=config.rollout.get("forward_batch_size", int) or rows_at_once,
         recompute=fsdp is not None and fsdp.require("activation_checkpointing", bool),
-        num_shards=num_shards,
+        num_shards=shards,
+        gathers_once=not samples_sharded(config),
         reshard=fsdp is None or fsdp.require("reshard_after_forward", bool),
         prefetched=0 if fsdp is None else fsdp.require("prefetch_blocks", int),
-        deferred=num_shards > 1 and (fsdp is None or fsdp.require("defer_grad_sync", bool)),
+        deferred=shards > 1 and (fsdp is None or fsdp.require("defer_grad_sync", bool)),
         keep_resident=config.pipeline.get("keep_resident", bool) is not False,
         guidance_passes=(config.sampling.get("guidance_passes", int) or 1) if sizes.network_rows > 1 else 1,
         decode_rows=config.pipeline.get("decode_batch_size", int) or 1,
@@ -237,6 +248,8 @@ def _sizes(
     guided = _is_guided(facts, sampling)
     return Sizes(
         policy_parameters=policy,
+        block_parameters=estimate.block_parameters,
+        largest_block=estimate.largest_block,
         kept_in_fp32=estimate.kept_in_fp32,
         buffers=estimate.buffers,
         encoder_parameters=sum(parameters.values()),
@@ -249,6 +262,7 @@ def _sizes(
         swaps_weights=bool(needs.snapshots),
         engine_eight_bit=0 if config.rollout.get("weight_dtype", str) is None else estimate.block_weights,
         engine_dtype_bytes=DTYPE_BYTES[config.rollout.get("dtype", str) or dtype] if placement.is_dedicated else 0,
+        can_sample_sharded=can_sample_sharded(config),
         network=_network(estimate, sampling, rank, targets),
         decoding=decoding_of(config, sampling, tiled=config.pipeline.get("vae_tiling", bool) is True),
         stored=_stored(estimate, sampling, guided),

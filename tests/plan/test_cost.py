@@ -173,6 +173,22 @@ def test_gathers_stay_within_a_node_if_a_copy_does():
     assert reduce_work(one_node, whole).crossing == gather_work(one_node, whole).crossing == 0
 
 
+def test_sharded_sampling_gathers_the_layers_in_every_forward_and_the_rest_once():
+    """80B parameters on 8 devices: 32 layers of 2.496B in bf16, of which 7/8 arrive from the others."""
+    layers, rest = 32 * 2.496e9 * 2 * 7 / 8, 1.44e9 * 2 * 7 / 8
+    images = sized("unified_model/hi3_trainside")
+    steps = step_times(images.sizes, images.settings, H200)["generate"].parts["gathers"]
+    assert steps == pytest.approx((16 * layers + rest) / H200.interconnect, rel=0.01)  # one chunk of 16 steps
+    recipe = load("unified_model/hi3_joint").policies["recaption"]
+    texts = RunSizes.of(recipe)
+    tokens = step_times(texts.sizes, texts.settings, H200)["generate"].parts["gathers"]
+    assert tokens == pytest.approx((2049 * layers + rest) / H200.interconnect, rel=0.01)  # the prompt and 2048 tokens
+    whole = step_times(texts.sizes, replace(texts.settings, gathers_once=True), H200)["generate"].parts["gathers"]
+    assert whole == pytest.approx((layers + rest) / H200.interconnect, rel=0.01)
+    alone = step_times(texts.sizes, replace(texts.settings, num_shards=1), H200)["generate"].parts["gathers"]
+    assert alone == 0
+
+
 def test_weights_cross_the_network_to_an_engine_on_other_nodes():
     recipe, nodes = "diffusion/sd3_replica_full_separate", "devices_per_node=4"
     one, two = sized(recipe).sizes, sized(recipe, nodes).sizes

@@ -208,7 +208,9 @@ def _lasting_choices(policies: Mapping[str, PolicyRuns], free: Free) -> Iterator
         return
     axes = []
     for name, policy in policies.items():
-        options = [changes_of(policy.runs, rung) if rung in free[name] else [{}] for rung in LASTING]
+        options: list[list[Changes]] = [
+            changes_of(policy.runs, rung) if rung in free[name] else [{}] for rung in LASTING
+        ]
         axes.append([dict(pair for each in choice for pair in each.items()) for choice in product(*options)])
     for choice in product(*axes):
         lasting = dict(zip(policies, choice, strict=True))

@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -131,7 +131,7 @@ class RunSizes:
         placement, needs = plan_of(config), needs_of(config)
         owner = config.bundle.schema.owner
         assert isinstance(owner, Estimated) and config.model_path is not None
-        estimate = owner.estimate(config.model_path, config.model_revision)
+        estimate = _estimate(owner, config.model_path, config.model_revision)
         facts = estimate.facts.of(build(config.sampling))
         cache_width = facts.cache_width if isinstance(facts, LanguageFacts) else estimate.cache_width
         estimate = replace(estimate, facts=facts, cache_width=cache_width)
@@ -352,8 +352,30 @@ def decoding_of(config: RecipeConfig, sampling: Sampling, tiled: bool) -> Decodi
     owner, path = config.bundle.schema.owner, config.model_path
     if not isinstance(owner, Decodes) or not isinstance(sampling, DiffusionSamplingParams) or path is None:
         return DecodingCost()
-    vae_dtype, dtype = (cast(Any, config.bundle.require(name, str)) for name in ("vae_dtype", "dtype"))  # checked words
-    return owner.decoding(path, sampling, config.model_revision, vae_dtype=vae_dtype, dtype=dtype, tiled=tiled)
+    words = config.bundle.require("vae_dtype", str), config.bundle.require("dtype", str)
+    return _decoding(owner, path, sampling, config.model_revision, *words, tiled)
+
+
+# A search over recipes plans one model many times, and building it without storage takes seconds.
+KEPT_ESTIMATES = 8
+
+
+@lru_cache(maxsize=KEPT_ESTIMATES)
+def _estimate(owner: Estimated, path: str, revision: str | None) -> ModelEstimate:
+    return owner.estimate(path, revision)
+
+
+@lru_cache(maxsize=KEPT_ESTIMATES)
+def _decoding(
+    owner: Decodes,
+    path: str,
+    sampling: DiffusionSamplingParams,
+    revision: str | None,
+    vae_dtype: Any,  # the annotations of the bundle's constructor have checked both words
+    dtype: Any,
+    tiled: bool,
+) -> DecodingCost:
+    return owner.decoding(path, sampling, revision, vae_dtype=vae_dtype, dtype=dtype, tiled=tiled)
 
 
 def _stored(estimate: ModelEstimate, sampling: Sampling, guided: bool) -> Stored:

@@ -385,7 +385,7 @@ def test_a_side_without_one_of_its_blocks_is_refused(key) -> None:
 def test_counts_that_do_not_divide_are_those_of_the_recipe() -> None:
     with pytest.raises(UniRLError) as refused:
         preflight(load(RECIPE, [*COMMON, "batch_size=8", "diffusion.stack.num_updates_per_batch=5"]))
-    assert "(batch_size 8 x 4 rewrites x samples_per_prompt 4 " in str(refused.value)
+    assert "(batch_size 8 x 4 ar x samples_per_prompt 4 " in str(refused.value)
     assert "Use diffusion.stack.num_updates_per_batch=4|8 or batch_size=5|10 or" in str(refused.value)
 
 
@@ -429,13 +429,13 @@ def test_the_plan_of_a_policy_names_its_keys(capsys) -> None:
     assert main(["plan", RECIPE, "scale=toy"]) == 0
     _, ar, diffusion = re.split(r"^(?:ar|diffusion)$", capsys.readouterr().out, flags=re.MULTILINE)
     assert "(ar.stack.micro_batch_size)" in ar and "(diffusion.stack.micro_batch_size)" in diffusion
-    assert "2 prompts x 4 rewrites x 4 samples = 32 samples per step" in diffusion
+    assert "2 prompts x 4 ar x 4 samples = 32 samples per step" in diffusion
 
 
 def test_the_banner_has_the_counts_of_both_policies(finished) -> None:
     banner = (finished / "logs/console.log").read_text()
     assert "ar: 2 prompts x 4 samples = 8 samples" in banner
-    assert "diffusion: 2 prompts x 4 rewrites x 4 samples = 32 samples" in banner
+    assert "diffusion: 2 prompts x 4 ar x 4 samples = 32 samples" in banner
 
 
 def test_the_line_of_a_step_shows_the_ratio_of_both_policies(finished) -> None:

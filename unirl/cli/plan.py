@@ -10,14 +10,17 @@ import yaml
 
 from unirl.cli.arguments import parse_recipe, recipe_parser
 from unirl.cli.check import checked
+from unirl.config.errors import MemoryShortageError
 from unirl.config.failures import Session
 from unirl.config.load import Recipe
 from unirl.config.recipe import keys_of_policy
 from unirl.plan import cost
+from unirl.plan.alternatives import alternatives
 from unirl.plan.credit import credit_of_tracks
 from unirl.plan.devices import Device, device_named
-from unirl.plan.fit import best_changes, moment_peaks, usable
+from unirl.plan.fit import best_changes, items_text, moment_peaks, usable
 from unirl.plan.geometry import geometry_table
+from unirl.plan.machine import CERTAIN
 from unirl.plan.micro_batch import with_auto_micro
 from unirl.plan.preflight import trainer_class
 from unirl.plan.sizes import RecipeSizes, RunSizes, WeightTransfer, resident_parts, sizes_of_policies
@@ -49,20 +52,48 @@ def run(argv: list[str], session: Session) -> int:
 
 def show_plan(name: str, overrides: Sequence[str], as_json: bool = False, device: str | None = None) -> int:
     """Prints the plan of a recipe. Returns the exit status."""
-    chosen, _ = device_named(device)
+    chosen, is_assumed = device_named(device)
     recipe = checked(name, overrides)
+    sizes = sizes_of_policies(recipe)
     if as_json:
-        sizes = sizes_of_policies(recipe)
         facts = {name: plan_facts(recipe.alone(name), sizes[name], chosen) for name in recipe.policies}
         print(json.dumps(facts if len(facts) > 1 else next(iter(facts.values())), indent=1))
     else:
-        print(plan_text(recipe, device))
+        print(plan_text(recipe, device, sizes))
+    if not is_assumed:
+        refuse_excess(name, overrides, {name: run_on(chosen, each) for name, each in sizes.items()}, chosen)
     return 0
 
 
-def plan_text(recipe: Recipe, device: str | None = None) -> str:
-    """The plan of a recipe for people, on a device of the table. None: this machine's."""
-    sizes = sizes_of_policies(recipe)
+def refuse_excess(name: str, overrides: Sequence[str], runs: Mapping[str, RunSizes], device: Device) -> None:
+    """Refuses a recipe that does not fit a device, and names the nearest recipes that do.
+
+    Raises:
+        MemoryShortageError: 5002 where a run would refuse to start, too.
+    """
+    peaks = {policy: _peak(run) for policy, run in runs.items()}
+    policy = max(peaks, key=lambda each: peaks[each][0])
+    gib, moment = peaks[policy]
+    if gib <= CERTAIN * device.memory_gib:
+        return
+    nearest = alternatives(name, overrides, device, device.memory_gib)
+    ways = "".join(f"\n  {each.command}\n    {each.describe()}" for each in nearest)
+    largest = items_text([runs[policy]], {}, moment)
+    raise MemoryShortageError(
+        f"{name} does not fit {device.name}: the plan's peak is {gib:.1f} GiB on a device (at {moment}"
+        f"{f' of {policy}' if policy else ''}: {largest}), and {usable(device.memory_gib):.1f} of its "
+        f"{device.memory_gib:.1f} GiB can be planned for. "
+        + (f"The nearest that fits:{ways}" if nearest else "Nothing near fits: use larger devices, or smaller samples")
+    )
+
+
+def plan_text(recipe: Recipe, device: str | None = None, sizes: Mapping[str, RecipeSizes] | None = None) -> str:
+    """The plan of a recipe for people, on a device of the table. None: this machine's.
+
+    Args:
+        sizes: the sizes of its policies, if they are known.
+    """
+    sizes = sizes_of_policies(recipe) if sizes is None else sizes
     texts = {name: _policy_text(recipe.alone(name), sizes[name], device) for name in recipe.policies}
     if len(texts) == 1:
         return next(iter(texts.values()))
@@ -94,12 +125,13 @@ def plan_facts(recipe: Recipe, sizes: RecipeSizes, device: Device) -> dict[str, 
         "settings": asdict(plan.settings),
         "memory_gib": [asdict(row) for row in (row for _, row in plan.memory)],
         "device": asdict(device),
+        "fits": _peak(plan)[0] <= usable(device.memory_gib),
         "time": {name: asdict(phase) for name, phase in times.items()},
         "step_seconds": seconds,
         "samples_per_second": plan.sizes.num_samples / seconds,
         "made": made_by(plan),
         "made_per_second": _num_made(plan) / seconds,
-        "changes": [asdict(gain) for gain in best_changes(plan, device, device.memory_gib)],
+        "changes": [asdict(gain) for gain in best_changes([plan], device, device.memory_gib)],
     }
 
 
@@ -151,10 +183,16 @@ def _micro_text(plan: RunSizes, device: Device) -> str:
 
 def _room_text(plan: RunSizes, device: Device) -> str:
     """One line that compares the peak of the run with the memory of a device."""
-    peaks, room = moment_peaks(plan, plan.settings), usable(device.memory_gib)
+    (gib, at), room = _peak(plan), usable(device.memory_gib)
+    fits = f"fits {device.name}" if gib <= room else f"does not fit {device.name}. `unirl fit` searches settings"
+    return f"             peak {gib:,.1f} of {room:.1f} GiB ({at}): {fits}"
+
+
+def _peak(plan: RunSizes) -> tuple[float, str]:
+    """GiB at the peak of a run, and its moment."""
+    peaks = moment_peaks(plan, plan.settings)
     at = max(peaks, key=lambda moment: peaks[moment])
-    fits = f"fits {device.name}" if peaks[at] <= room else f"does not fit {device.name}. `unirl fit` searches settings"
-    return f"             peak {peaks[at]:,.1f} of {room:.1f} GiB ({at}): {fits}"
+    return peaks[at], at
 
 
 def _time_text(plan: RunSizes, device: Device, about: str, num_rollouts: int) -> str:
@@ -174,7 +212,7 @@ def _time_text(plan: RunSizes, device: Device, about: str, num_rollouts: int) ->
         f"{num_rollouts:,} steps take {duration(seconds * num_rollouts)}"
     )
     lines += [f"             {what}" for what in _not_predicted(sizes)]
-    for gain in best_changes(plan, device, device.memory_gib):
+    for gain in best_changes([plan], device, device.memory_gib):
         fits = "" if gain.peak_gib <= usable(device.memory_gib) else ", which does not fit"
         lines.append(f"           {clock(gain.seconds)} a step with {gain.word}; peak {gain.peak_gib:,.1f} GiB{fits}")
     return "\n".join(lines)

@@ -80,6 +80,9 @@ class Settings:
     """Gathered blocks are freed after their forward pass."""
     prefetched: int = 0
     """Blocks that are gathered ahead of the one that runs (backend.fsdp_cfg.prefetch_blocks)."""
+    gathers_once: bool = True
+    """Sampling gathers the sharded weights once per rollout, or else block by block in each forward pass
+    (rollout.gather_weights)."""
     deferred: bool = False
     """Gradients are reduced once per update, so each device holds all of them until then."""
     keep_resident: bool = True
@@ -137,6 +140,8 @@ class Sizes:
     """The sizes of a recipe on one device, without the settings that `unirl fit` chooses."""
 
     policy_parameters: int
+    block_parameters: int = 0  # of these, in blocks, which are gathered one at a time
+    largest_block: int = 0
     kept_in_fp32: int = 0
     buffers: int = 0  # numbers of the trained module that are no parameters, and are never sharded
     encoder_parameters: int = 0
@@ -148,6 +153,7 @@ class Sizes:
     num_loaded_snapshots: int = 0  # from other checkpoints; each is a whole module, also with adapters
     swaps_weights: bool = False  # the loss reads outputs of a snapshot
     engine_dtype_bytes: int = 0  # of a dedicated engine's network; 0 = the engine borrows the trained one
+    can_sample_sharded: bool = False  # the engine that borrows it can sample with sharded weights
     engine_eight_bit: int = 0  # parameters of the engine's network that are stored in eight bits
     network: Network
     decoding: DecodingCost = field(default_factory=DecodingCost)
@@ -254,6 +260,17 @@ def adapter_bytes(sizes: Sizes) -> int:
     return 0 if sizes.full_training else sizes.trainable_parameters * MASTER_BYTES
 
 
+def unblocked_bytes(sizes: Sizes) -> float:
+    """Bytes of what is in no block of the trained module, such as embeddings, and is gathered as one."""
+    return (sizes.policy_parameters - sizes.block_parameters) * sizes.dtype_bytes + adapter_bytes(sizes)
+
+
+def gathered_blocks(sizes: Sizes, settings: Settings) -> float:
+    """Bytes of the blocks that are gathered at one time: the one that runs, and those ahead of it, at least one."""
+    at_once = 1 + max(settings.prefetched, 1)
+    return min(at_once * sizes.largest_block, sizes.block_parameters) * sizes.dtype_bytes
+
+
 def _weights(sizes: Sizes, settings: Settings) -> Iterator[Item]:
     shards = settings.num_shards
     policy, adapters = policy_bytes(sizes) / shards, adapter_bytes(sizes) / shards
@@ -276,10 +293,10 @@ def _training(sizes: Sizes, settings: Settings) -> Iterator[Item]:
     yield "gradients", "policy", trainable / (1 if settings.deferred else shards), ("train",)
     whole = sizes.policy_parameters * sizes.dtype_bytes
     if shards > 1:
-        # A block and those ahead of it, or all of them from their forward pass to the backward pass.
-        at_once = 1 + max(settings.prefetched, 1)
-        fraction = min(at_once / network.num_blocks, 1.0) if settings.reshard else 1.0
-        yield "gathered blocks", "policy", whole * fraction, ("anchors", "train")
+        # Blocks that are not freed stay from their forward pass to the backward pass.
+        blocks = gathered_blocks(sizes, settings) if settings.reshard else sizes.block_parameters * sizes.dtype_bytes
+        canary = ("sync",) if sizes.engine_dtype_bytes else ()
+        yield "gathered blocks", "policy", unblocked_bytes(sizes) + blocks, (*canary, "anchors", "train")
     elif sizes.full_training and sizes.dtype_bytes < MASTER_BYTES:
         yield "casts of the weights", "policy", whole, ("anchors", "train")
     # The backward pass has the gradients of the copied weights as well, if these are trained.
@@ -303,11 +320,14 @@ def _sampling(sizes: Sizes, settings: Settings) -> Iterator[Item]:
     network, borrows = sizes.network, sizes.engine_dtype_bytes == 0
     part, frozen = ("policy", "frozen") if borrows else ("engine", "engine")
     generate = STEP_PHASES["generate"]
+    sampled = ("sample", "decode") if settings.decode_ahead else ("sample",)
     if not borrows:
         yield "engine weights", part, engine_bytes(sizes) + adapter_bytes(sizes), MOMENTS
     elif settings.num_shards > 1:
-        gathered = sizes.policy_parameters * sizes.dtype_bytes + adapter_bytes(sizes)
-        yield "gathered weights", part, gathered, generate
+        blocks = sizes.block_parameters * sizes.dtype_bytes if settings.gathers_once else 0
+        yield "gathered weights", part, unblocked_bytes(sizes) + blocks, generate
+        at_once = 0 if settings.gathers_once else gathered_blocks(sizes, settings)
+        yield "gathered blocks, sampling", part, at_once, sampled
     elif sizes.full_training and sizes.dtype_bytes < MASTER_BYTES:
         yield "casts of the weights, sampling", part, sizes.policy_parameters * sizes.dtype_bytes, generate
     always = settings.keep_resident
@@ -319,7 +339,6 @@ def _sampling(sizes: Sizes, settings: Settings) -> Iterator[Item]:
     # A language model reads the prompts, some at a time, and then one token of each response.
     at_once = max(PREFILL_TOKENS, network.tokens) if network.cache_width else rows * network.tokens
     per_channel = min(at_once, rows * network.tokens) * network.width * sizes.dtype_bytes
-    sampled = ("sample", "decode") if settings.decode_ahead else ("sample",)
     yield "activations of sampling", part, per_channel * LIVE_BYTES_WITHOUT_GRAD, sampled
     cached = settings.forward_rows * sizes.network_rows * network.tokens * network.cache_width * sizes.dtype_bytes
     yield "keys and values", part, cached, ("sample",)
@@ -458,11 +477,24 @@ def collective(num_bytes: float, group: int, per_node: int) -> Work:
     return Work(gathered=num_bytes, crossing=num_bytes / per_node if group > per_node else 0.0)
 
 
-def gather_work(sizes: Sizes, settings: Settings) -> Work:
-    """Gathering the trained module once, from the devices that share a copy."""
+def gather_work(sizes: Sizes, settings: Settings, num_bytes: float | None = None) -> Work:
+    """Gathering the trained module once, or so many bytes of it, from the devices that share a copy."""
     shards = settings.num_shards
-    num_bytes = (1 - 1 / shards) * sizes.network.active_parameters * sizes.dtype_bytes
-    return collective(num_bytes, shards, min(shards, sizes.devices_per_node or shards))
+    whole = sizes.network.active_parameters * sizes.dtype_bytes if num_bytes is None else num_bytes
+    return collective((1 - 1 / shards) * whole, shards, min(shards, sizes.devices_per_node or shards))
+
+
+def sampling_gathers(sizes: Sizes, settings: Settings, num_forwards: float) -> Work:
+    """The gathers of a rollout with sharded weights: the whole module once, or its blocks in each forward pass.
+
+    Devices work in step, so each gathers as often as the one with the most forward passes, whichever blocks it runs.
+    """
+    if sizes.engine_dtype_bytes or settings.num_shards == 1:
+        return Work()
+    if settings.gathers_once:
+        return gather_work(sizes, settings)
+    blocks = gather_work(sizes, settings, sizes.block_parameters * sizes.dtype_bytes)
+    return gather_work(sizes, settings, unblocked_bytes(sizes)) + blocks.times(num_forwards)
 
 
 def reduce_work(sizes: Sizes, settings: Settings) -> Work:
@@ -486,8 +518,6 @@ def generate_work(sizes: Sizes, settings: Settings) -> Work:
     if not settings.keep_resident:
         moved = sizes.encoder_parameters * sizes.dtype_bytes + sizes.vae_parameters * sizes.decoding.dtype_bytes
         work += Work(host_s=moved / HOST_BANDWIDTH)  # frozen weights stay in main memory, too, so they only come
-    if borrows and settings.num_shards > 1:
-        work += gather_work(sizes, settings)
     if sizes.takes_turns:
         work += Work(host_s=2 * engine_bytes(sizes) / HOST_BANDWIDTH)
     if sizes.network.cache_width:
@@ -495,7 +525,8 @@ def generate_work(sizes: Sizes, settings: Settings) -> Work:
     chunk = rows / math.ceil(rows / settings.forward_rows)  # the mean, since the last chunk may be smaller
     forward = forward_work(sizes, settings, chunk * sizes.network_rows / settings.guidance_passes)
     forward += casts_work(sizes, settings) if borrows else Work()
-    work += forward.times(sizes.num_steps * settings.guidance_passes * rows / chunk)
+    num_forwards = sizes.num_steps * settings.guidance_passes * rows / chunk
+    work += forward.times(num_forwards) + sampling_gathers(sizes, settings, num_forwards)
     decoding = sizes.decoding.flops * rows
     slower = TF32 if sizes.decoding.dtype_bytes == 4 else 1.0
     return work + Work(slower * decoding, decoding, traffic=2 * rows * sizes.decoding.made_bytes)
@@ -512,7 +543,9 @@ def tokens_work(sizes: Sizes, settings: Settings, rows: float) -> Work:
     read = network.active_parameters + 2 * network.copied_parameters + slots * context * network.cache_width
     launches = LAUNCHES_PER_TOKEN_LAYER * network.num_layers * (COMPILED if settings.compiled else 1.0)
     token = Work(flops, flops, traffic=read * sizes.dtype_bytes, launches=launches) + casts_work(sizes, settings)
-    return Work(prefill, prefill) + token.times(sizes.num_steps * rows / slots)
+    num_tokens, num_prefills = sizes.num_steps * rows / slots, math.ceil(rows * network.prompt_tokens / PREFILL_TOKENS)
+    work = Work(prefill, prefill) + token.times(num_tokens)
+    return work + sampling_gathers(sizes, settings, num_tokens + num_prefills)
 
 
 def reward_work(sizes: Sizes) -> Work:

@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -33,7 +33,7 @@ from unirl.plan.cost import (
 )
 from unirl.plan.credit import scored_by
 from unirl.plan.geometry import Geometry, geometry_of
-from unirl.plan.layout import transport_of
+from unirl.plan.layout import can_sample_sharded, num_shards, samples_sharded, transport_of
 from unirl.plan.placement import PlacementPlan, plan_of
 from unirl.plan.preflight import Estimated, needs_of, sizes_of, trainer_class
 from unirl.plan.residency import IDLE, PHASES, MemoryPart, home_of, resident
@@ -141,7 +141,7 @@ class RunSizes:
         placement, needs = plan_of(config), needs_of(config)
         owner = config.bundle.schema.owner
         assert isinstance(owner, Estimated) and config.model_path is not None
-        estimate = owner.estimate(config.model_path, config.model_revision)
+        estimate = _estimate(owner, config.model_path, config.model_revision)
         facts = estimate.facts.of(build(config.sampling))
         cache_width = facts.cache_width if isinstance(facts, LanguageFacts) else estimate.cache_width
         estimate = replace(estimate, facts=facts, cache_width=cache_width)
@@ -155,6 +155,19 @@ class RunSizes:
         settings = _settings(config, placement, geometry, sizes, estimate)
         chooses_rows = FORWARD_ROWS in config.rollout.schema.keys
         return cls(placement, geometry, estimate, transfer, sizes, settings, chooses_rows=chooses_rows)
+
+
+def rows_beside(others: Mapping[str, RunSizes]) -> dict[DeviceSet, list[MemoryRow]]:
+    """By devices, what other policies keep there while one works.
+
+    Args:
+        others: name to the run of each of the other policies.
+    """
+    beside: dict[DeviceSet, list[MemoryRow]] = {}
+    for name, run in others.items():
+        for home, row in run.waiting(name).items():
+            beside.setdefault(home, []).append(row)
+    return beside
 
 
 @dataclass(eq=False)
@@ -176,11 +189,8 @@ class RecipeSizes:
         """The sizes. None if the recipe's bundle cannot say those of its model without loading it."""
         if self.alone is None:
             return None
-        beside: dict[DeviceSet, list[MemoryRow]] = {}
-        for name, other in self.others.items():
-            for home, row in ({} if other.alone is None else other.alone.waiting(name)).items():
-                beside.setdefault(home, []).append(row)
-        return replace(self.alone, beside=beside)
+        others = {name: other.alone for name, other in self.others.items()}
+        return replace(self.alone, beside=rows_beside({name: run for name, run in others.items() if run is not None}))
 
     @cached_property
     def alone(self) -> RunSizes | None:
@@ -216,17 +226,18 @@ def _settings(
 ) -> Settings:
     tokens = sizes.network.tokens * sizes.trained_rows
     budget, fsdp = config.micro_batch_tokens, config.backend.get("fsdp_cfg", Node)
-    num_shards = (fsdp and fsdp.get("shard_size", int)) or len(placement.train)
+    shards = num_shards(config, placement)
     slots = estimate.facts.rows_at_once(largest(config, estimate), sizes.engine_dtype_bytes or sizes.dtype_bytes)
     rows_at_once = min(slots, -(-sizes.num_samples // sizes.num_engine_devices))
     return Settings(
         micro_rows=geometry.micro_batch_size if budget is None else max(budget // tokens, 1),
         forward_rows=config.rollout.get(FORWARD_ROWS, int) or rows_at_once,
         recompute=fsdp is not None and fsdp.require("activation_checkpointing", bool),
-        num_shards=num_shards,
+        num_shards=shards,
+        gathers_once=not samples_sharded(config),
         reshard=fsdp is None or fsdp.require("reshard_after_forward", bool),
         prefetched=0 if fsdp is None else fsdp.require("prefetch_blocks", int),
-        deferred=num_shards > 1 and (fsdp is None or fsdp.require("defer_grad_sync", bool)),
+        deferred=shards > 1 and (fsdp is None or fsdp.require("defer_grad_sync", bool)),
         keep_resident=config.pipeline.get("keep_resident", bool) is not False,
         guidance_passes=(config.sampling.get("guidance_passes", int) or 1) if sizes.network_rows > 1 else 1,
         decode_rows=config.pipeline.get("decode_batch_size", int) or 1,
@@ -256,6 +267,8 @@ def _sizes(
     guided = _is_guided(facts, sampling)
     return Sizes(
         policy_parameters=policy,
+        block_parameters=estimate.block_parameters,
+        largest_block=estimate.largest_block,
         kept_in_fp32=estimate.kept_in_fp32,
         buffers=estimate.buffers,
         encoder_parameters=sum(parameters.values()),
@@ -268,6 +281,7 @@ def _sizes(
         swaps_weights=bool(needs.snapshots),
         engine_eight_bit=0 if config.rollout.get("weight_dtype", str) is None else estimate.block_weights,
         engine_dtype_bytes=DTYPE_BYTES[config.rollout.get("dtype", str) or dtype] if placement.is_dedicated else 0,
+        can_sample_sharded=can_sample_sharded(config),
         network=_network(estimate, sampling, rank, targets),
         decoding=decoding_of(config, sampling, tiled=config.pipeline.get("vae_tiling", bool) is True),
         stored=_stored(estimate, sampling, guided),
@@ -359,8 +373,30 @@ def decoding_of(config: RecipeConfig, sampling: Sampling, tiled: bool) -> Decodi
     owner, path = config.bundle.schema.owner, config.model_path
     if not isinstance(owner, Decodes) or not isinstance(sampling, DiffusionSamplingParams) or path is None:
         return DecodingCost()
-    vae_dtype, dtype = (cast(Any, config.bundle.require(name, str)) for name in ("vae_dtype", "dtype"))  # checked words
-    return owner.decoding(path, sampling, config.model_revision, vae_dtype=vae_dtype, dtype=dtype, tiled=tiled)
+    words = config.bundle.require("vae_dtype", str), config.bundle.require("dtype", str)
+    return _decoding(owner, path, sampling, config.model_revision, *words, tiled)
+
+
+# A search over recipes plans one model many times, and building it without storage takes seconds.
+KEPT_ESTIMATES = 8
+
+
+@lru_cache(maxsize=KEPT_ESTIMATES)
+def _estimate(owner: Estimated, path: str, revision: str | None) -> ModelEstimate:
+    return owner.estimate(path, revision)
+
+
+@lru_cache(maxsize=KEPT_ESTIMATES)
+def _decoding(
+    owner: Decodes,
+    path: str,
+    sampling: DiffusionSamplingParams,
+    revision: str | None,
+    vae_dtype: Any,  # the annotations of the bundle's constructor have checked both words
+    dtype: Any,
+    tiled: bool,
+) -> DecodingCost:
+    return owner.decoding(path, sampling, revision, vae_dtype=vae_dtype, dtype=dtype, tiled=tiled)
 
 
 def _stored(estimate: ModelEstimate, sampling: Sampling, guided: bool) -> Stored:

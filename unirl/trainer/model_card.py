@@ -60,7 +60,7 @@ def _about(saved: SavedRun, weights: str) -> Iterator[str]:
     yield f"| recipe | `{recipe}` |"
     yield f"| algorithm | `{config.algorithm.class_name}` |"
     yield f"| reward | {', '.join(f'`{name}`' for name in _rewards(saved))} |"
-    yield f"| steps | {step} of {config.batch_size // config.parents_per_prompt} prompts, seed {config.seed} |"
+    yield f"| steps | {step} of {config.data_prompts} prompts, seed {config.seed} |"
     yield from (f"| {name} | {value} |" for name, value in _scores(saved))
     yield ""
 

@@ -29,6 +29,7 @@ from unirl.models.loading.dtypes import cast_module, kept_parameters
 from unirl.models.loading.estimate import (
     DecodingCost,
     ModelEstimate,
+    block_counts,
     buffers_of,
     decoding_cost,
     linears_of,
@@ -244,7 +245,7 @@ class DiffusersFamily:
             num_experts=len(trained),
             buffers=buffers_of(network),
             kept_in_fp32=sum(kept_in_fp32(module) for module in trained.values()),
-            num_blocks=sum(type(part).__name__ in facts.block_class_names for part in network.modules()),
+            **block_counts(network, facts),
             width=_width(linears, facts),
         )
 

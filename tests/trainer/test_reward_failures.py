@@ -58,7 +58,7 @@ def test_a_judge_that_hangs_up_now_and_then_changes_no_bit(tmp_path) -> None:
 def test_a_prompt_that_no_sample_of_could_be_scored_is_found_before_anything_is_drawn(tmp_path) -> None:
     data = tmp_path / "prompts.txt"
     data.write_text("a cat\na dog\n")
-    with pytest.raises(DataError, match=r"prompt 'prompts\.txt:1' has no sample.*'Picky'.*no cat in 'a dog'"):
+    with pytest.raises(DataError, match=r"prompts\.txt:2: reward 'Picky' cannot score .*no cat in 'a dog'"):
         run(tmp_path / "run", *BIG, *reward("Picky"), f"data_source.data_path={data}")
     assert not (tmp_path / "run" / "metrics.jsonl").read_text()
 

@@ -61,7 +61,7 @@ def attached(scorer):
 def test_a_sample_without_a_score_names_the_line_of_its_prompt():
     places = [f"mine.jsonl:{3 + i // 2}" for i in range(len(LEVELS))]
     request = a_request().replace(places=places, metadata=[{"color": "red"}] * 2 + [{"color": "mauve"}] * 2)
-    with pytest.raises(RewardError, match=r"'g1:0'.*'mauve'.*Write one of red.*2 of 4.*prompt .* is mine\.jsonl:4\."):
+    with pytest.raises(RewardError, match=r"'g1:0'.*'mauve'.*Write one of red.*2 of 4.*belongs to mine\.jsonl:4\."):
         RewardService(backend=ShapesRewardScorer()).score_and_attach(request, a_response())
 
 

@@ -105,7 +105,7 @@ def refuse_failures(response: RewardResponse, request: RewardRequest) -> None:
     failed = response.failed_rows()
     if failed:
         failure = response.failures[failed[0]][0]
-        place = "" if request.places is None else f" The prompt of this sample is {request.places[failed[0]]}."
+        place = "" if request.places is None else f" The sample belongs to {request.places[failed[0]]}."
         raise RewardError.of_code(failure.code)(
             f"{failure.why} ({len(failed)} of {len(request)} samples could not be scored).{place} A reward must be a "
             "finite number, and a failed one is never counted as zero. Correct the prompt or the reward, or let "

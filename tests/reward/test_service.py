@@ -9,6 +9,7 @@ from unirl.config.errors import ConfigError, RewardError
 from unirl.reward.base import RewardScorer, single
 from unirl.reward.combine import WeightedRewards
 from unirl.reward.local.image_statistics import BrightnessRewardScorer
+from unirl.reward.local.shapes import ShapesRewardScorer
 from unirl.reward.service import RewardService
 from unirl.testing.reward import check_reward
 from unirl.types.primitives import Images, Texts, Videos
@@ -55,6 +56,13 @@ def a_response():
 
 def attached(scorer):
     return RewardService(backend=scorer).score_and_attach(a_request(), a_response()).tracks["image"]
+
+
+def test_a_sample_without_a_score_names_the_line_of_its_prompt():
+    places = [f"mine.jsonl:{3 + i // 2}" for i in range(len(LEVELS))]
+    request = a_request().replace(places=places, metadata=[{"color": "red"}] * 2 + [{"color": "mauve"}] * 2)
+    with pytest.raises(RewardError, match=r"'g1:0'.*'mauve'.*Write one of red.*2 of 4.*belongs to mine\.jsonl:4\."):
+        RewardService(backend=ShapesRewardScorer()).score_and_attach(request, a_response())
 
 
 class Recorder(RewardScorer):

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -169,6 +170,21 @@ def test_scores_do_not_depend_on_order_or_batch_size():
 
 def test_unknown_or_absent_metadata_is_an_error_that_names_the_sample():
     image = pictures([ALL[0]])
-    for metadata, words in [({"color": "mauve"}, "mauve"), ({"caption": "x"}, "needs one of color")]:
-        with pytest.raises(RewardError, match=f"'s7'.*{words}"):
-            ShapesRewardScorer().score(RewardRequest(sample_ids=["s7"], images=image, metadata=[metadata]))
+    for metadata, words in [({"color": "mauve"}, "mauve"), ({"caption": "x"}, "one or several of color")]:
+        response = ShapesRewardScorer().score(RewardRequest(sample_ids=["s7"], images=image, metadata=[metadata]))
+        assert re.search(f"'s7'.*{words}", response.failures[0][0].why)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        ({}, r"no attribute .* \(keys: \[\]\)\. Write one or several of color, shape, place"),
+        ({"colour": "red"}, r"\(keys: \['colour'\]\)"),
+        ({"color": "gren"}, r"'color' is 'gren', .* Did you mean 'green'\? Write one of red, green, blue"),
+        ({"color": "red", "shape": "star"}, r"'shape' is 'star', .* Write one of circle, square, triangle, cross"),
+        ({"color": ["red"]}, r"'color' is \['red'\]"),
+    ],
+)
+def test_a_prompt_that_requests_nothing_that_the_detector_knows_is_refused(metadata, words):
+    with pytest.raises(RewardError, match=words):
+        ShapesRewardScorer().check_prompt("a prompt", metadata)

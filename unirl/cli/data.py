@@ -13,7 +13,7 @@ from unirl.cli.arguments import Parser, run_verb, split_settings
 from unirl.cli.check import checked
 from unirl.cli.reward import settings_of
 from unirl.config.build import build
-from unirl.config.errors import ArgumentError, DataError, InvalidValueError, RewardError
+from unirl.config.errors import ArgumentError, DataError, InvalidValueError
 from unirl.config.failures import Session
 from unirl.config.load import Recipe
 from unirl.data import populate as public
@@ -22,6 +22,7 @@ from unirl.data.images import image_problems
 from unirl.plan.prompts import load_data
 from unirl.reward.base import RewardScorer
 from unirl.reward.registry import make_scorer
+from unirl.reward.scoring import unscorable
 
 EXAMPLES = (
     "unirl data check my_prompts.jsonl --reward ocr",
@@ -118,11 +119,9 @@ def _checked(file: str, task: Task) -> FileReport:
                 report.problems.append(str(entry))
                 continue
             report.prompts.append(entry)
-            for scorer in task.scorers:
-                try:
-                    scorer.check_prompt(entry.text, entry.metadata)
-                except RewardError as error:
-                    report.problems.append(f"{entry.origin}: {error}")
+            report.problems += [
+                f"{entry.origin}: {why}" for why in unscorable(task.scorers, entry.text, entry.metadata)
+            ]
     except DataError as error:  # the file as a whole
         report.problems.append(str(error))
     report.problems += map(str, image_problems(report.prompts))

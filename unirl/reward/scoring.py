@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import replace
@@ -25,6 +25,15 @@ PLAIN_NAME = "use letters, digits, '_', '.', '+' and '-', without blanks"
 def name_of(scorer: RewardScorer) -> str:
     """Returns the name of a scorer in error messages: its class."""
     return type(scorer).__name__
+
+
+def unscorable(scorers: Iterable[RewardScorer], prompt: str, metadata: Mapping[str, object]) -> Iterator[str]:
+    """Yields why a scorer could score no sample of a prompt, for each scorer that says so."""
+    for scorer in scorers:
+        try:
+            scorer.check_prompt(prompt, metadata)
+        except RewardError as error:
+            yield f"reward {name_of(scorer)!r} cannot score this prompt: {error}"
 
 
 def checked_score(scorer: RewardScorer, request: RewardRequest, name: str) -> RewardResponse:
@@ -96,9 +105,11 @@ def refuse_failures(response: RewardResponse, request: RewardRequest) -> None:
     failed = response.failed_rows()
     if failed:
         failure = response.failures[failed[0]][0]
+        place = "" if request.places is None else f" The sample belongs to {request.places[failed[0]]}."
         raise RewardError.of_code(failure.code)(
-            f"{failure.why} ({len(failed)} of {len(request)} samples could not be scored): a reward must be a finite "
-            "number, and a failed one is never counted as zero"
+            f"{failure.why} ({len(failed)} of {len(request)} samples could not be scored).{place} A reward must be a "
+            "finite number, and a failed one is never counted as zero. Correct the prompt or the reward, or let "
+            "reward.on_failure drop such samples"
         )
 
 

@@ -23,7 +23,7 @@ from unirl.distributed.group.rank import current
 from unirl.models.images import fit_image, read_image
 from unirl.reward.base import RewardScorer
 from unirl.reward.failures import STRICT, FailurePolicy
-from unirl.reward.scoring import checked_score, name_of, objective_of
+from unirl.reward.scoring import checked_score, name_of, objective_of, unscorable
 from unirl.types.primitives import Images, Texts, Videos
 from unirl.types.reward import ResponseLength, RewardRequest, RewardResponse
 from unirl.types.rollout_req import RolloutReq
@@ -216,25 +216,25 @@ class RewardService:
             texts=media.of(Texts, "texts").texts if "texts" in reads else None,
             sources=media.sources([uris[row] for row in rows]) if "sources" in reads else None,
             metadata=[req.metadata[row] for row in rows] if "metadata" in reads else None,
+            places=None if req.places is None else [req.places[row] for row in rows],
         )
 
     @rank0
-    def check_prompts(self, prompts: Sequence[str], metadata: Sequence[Metadata], ids: Sequence[str]) -> None:
+    def check_prompts(self, prompts: Sequence[str], metadata: Sequence[Metadata], places: Sequence[str]) -> None:
         """Checks, before anything is generated, the server of each scorer and every prompt.
+
+        Args:
+            places: file and line of each prompt.
 
         Raises:
             RewardError, ConfigError: the server that a scorer depends on cannot be used from this process.
-            DataError: 4002 a prompt lacks something that a scorer needs; the message names the prompt.
+            DataError: 4002 a prompt lacks something that a scorer needs; the message names its place.
         """
         for scorer in self.scorers:
             scorer.check_start()
-            for prompt, prompt_metadata, prompt_id in zip(prompts, metadata, ids, strict=True):
-                try:
-                    scorer.check_prompt(prompt, prompt_metadata)
-                except RewardError as error:
-                    raise DataError(
-                        f"prompt {prompt_id!r} has no sample that reward {name_of(scorer)!r} could score: {error}"
-                    ) from error
+        for prompt, prompt_metadata, place in zip(prompts, metadata, places, strict=True):
+            for why in unscorable(self.scorers, prompt, prompt_metadata):
+                raise DataError(f"{place}: {why}")
 
     def probe(self, request: RewardRequest) -> RewardResponse:
         """Returns the scores of rows that differ. Raises RewardError when all are equal, since they carry no signal."""

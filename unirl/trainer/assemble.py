@@ -27,7 +27,7 @@ from unirl.distributed.group.handle import Group
 from unirl.distributed.group.pool import open_pool
 from unirl.models.loading.checkpoint import TOY
 from unirl.models.loading.hub import ModelSource, look_up, quiet_downloads
-from unirl.plan.machine import check_machine, check_memory, is_elsewhere
+from unirl.plan.machine import check_machine, check_memory, is_elsewhere, scores_elsewhere
 from unirl.plan.placement import capabilities_of, plan_of
 from unirl.plan.preflight import check_disk, needs_of, of_policy, trainer_class
 from unirl.plan.prompts import load_data
@@ -417,7 +417,7 @@ def check_reward(config: RecipeConfig) -> None:
 
     On several nodes only the reward's own process can tell. It is asked when it runs (`check_prompts`).
     """
-    if config.devices_per_node not in (None, config.num_devices):
+    if scores_elsewhere(config):
         return
     for scorer in config.scorers:
         if any(_checks_start(node.schema.owner) for node in nodes_below(scorer)):

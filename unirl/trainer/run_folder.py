@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +30,9 @@ from unirl.tracking.tracker import Tracker
 from unirl.train.backend.checkpoint import Checkpoint, open_checkpoint, still_there
 from unirl.trainer.resume import continued
 from unirl.trainer.run_state import STATE_FILE, policy_folder, read_state, saved_choices
+
+LEGEND_WIDTH = 69
+"""Columns of the text beside a label of the banner on a terminal of 80."""
 
 
 def open_tracker(recipe: Recipe, root: Path, argv: Sequence[str], threads: ThreadChoice | None = None) -> Tracker:
@@ -107,7 +111,7 @@ def banner_lines(recipe: Recipe, root: Path, threads: ThreadChoice | None) -> li
         *_labelled("placement", placement),
         *([] if threads is None else [("threads", str(threads))]),
         ("tracking", ", ".join(("files", *recipe.config.tracking.mirrors))),
-        *_labelled("columns", LEGEND),
+        *_labelled("columns", textwrap.wrap(LEGEND, LEGEND_WIDTH)),
         ("stop", "Ctrl-C (finishes the step and saves)"),
         ("resume", continuation(recipe, root)),
     ]

@@ -144,7 +144,7 @@ def test_a_step_is_a_sign_of_life_after_which_progress_waits(monkeypatch):
 def test_progress_is_no_part_of_the_log_and_leaves_the_terminal_at_the_end(tmp_path):
     stream = Terminal()
     console = Console(3, stream, {"TERM": "xterm"}, tmp_path / "console.log")
-    console.progress("load: import of torch")
+    console.progress("load: loading libraries (module 312)")
     console.step(1, METRICS)
     console.progress("train: micro-batch 3/48")
     console.close()
@@ -161,12 +161,12 @@ def test_what_a_run_does_is_shown_while_it_does_it(monkeypatch):
     def status() -> str:
         if stream.getvalue():
             asked.set()
-        return "load: import of torch"
+        return "load: loading libraries (module 312)"
 
     with Console(3, stream, {}).watching(status):
         assert asked.wait(600.0)
     shown = stream.getvalue()
-    assert set(shown.splitlines()) == {"load: import of torch"} and stream.getvalue() == shown
+    assert set(shown.splitlines()) == {"load: loading libraries (module 312)"} and stream.getvalue() == shown
 
 
 def test_a_line_of_text_says_how_long_responses_are_and_tokens_per_second():

@@ -170,7 +170,7 @@ def warning_of(policy: str, config: RecipeConfig, warn: Callable[[str], None]) -
 
 def status_of(pool: Pool) -> str:
     """What a run is doing, as text for the console: `generate: sample 8/24 (2.1/s), denoising step 12/20 (3.1/s)`."""
-    return f"{pool.phase}: {pool.status()}" if pool.phase else "between phases"
+    return f"{pool.phase}: {pool.status()}" if pool.phase else "writing files and preparing the next phase"
 
 
 def assemble(

@@ -30,7 +30,7 @@ class ComposedRolloutEngine(RolloutEngine):
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(behaviour_logp=True, snapshots=True)
-    toy: ClassVar[Mapping[str, object]] = {"pe_max_missing": 1.0}
+    toy: ClassVar[Mapping[str, object]] = {"pe_marker": None, "pe_max_missing": 1.0}  # random weights never write it
 
     def __init__(
         self,

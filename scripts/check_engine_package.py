@@ -321,7 +321,7 @@ def checked(each: Client, kind: str) -> Json:
 def aborted(each: Client, attempts: int = 10) -> str:
     """The error of a request that is aborted while it runs. Some end by themselves before."""
     from unirl.config.http import RequestFailed
-    from unirl.rollout.engine.serving.server import TokenRequest
+    from unirl.rollout.engine.serving.tokens import TokenRequest
     from unirl.types.sampling import ARSamplingParams
 
     server = each.engine.server

@@ -1,4 +1,4 @@
-"""A server of tokens that is reached by HTTP: started on the loopback interface, or joined at its address."""
+"""A server that is reached by HTTP: started on the loopback interface, or joined at its address."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unirl.config.errors import EngineError, IncompatibleError, WeightsLostError
 from unirl.config.http import PROBE_TIMEOUT_S, HttpClient, Reply, RequestFailed, ServerBusy
 from unirl.distributed.group.rank import current
 from unirl.rollout.engine.serving.process import LOOPBACK, ServerProcess, free_port
-from unirl.rollout.engine.serving.server import TokenServer
+from unirl.rollout.engine.serving.server import Server
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class ServerAccess:
     """The output of a server that this process starts is appended to this file."""
 
 
-class HttpTokenServer(TokenServer):
+class HttpServer(Server):
     """A process with a program that a subclass names, or a server that runs at `access.url`."""
 
     health: ClassVar[str]

@@ -20,9 +20,9 @@ from unirl.config.errors import EngineError, IncompatibleError, InvalidValueErro
 from unirl.config.http import PROBE_TIMEOUT_S, Reply, RequestFailed, ServerBusy
 from unirl.distributed.weight_sync.base import WeightLayout
 from unirl.models.language.pipeline import TextPipeline
-from unirl.rollout.engine.serving.http_server import HttpTokenServer, ServerAccess, shown
+from unirl.rollout.engine.serving.http_server import HttpServer, ServerAccess, shown
 from unirl.rollout.engine.serving.process import LOOPBACK
-from unirl.rollout.engine.serving.server import ProbeResult, TokenAnswer, TokenRequest
+from unirl.rollout.engine.serving.tokens import ProbeResult, TokenAnswer, TokenRequest, TokenServer
 from unirl.rollout.engine.sglang_llm import messages
 from unirl.rollout.engine.sglang_llm.checksums import ChecksumProof, SentTensors
 from unirl.rollout.engine.sglang_llm.names import checkpoint_names, wire_names
@@ -77,7 +77,7 @@ class SGLangSettings:
         return words
 
 
-class SGLangServer(HttpTokenServer):
+class SGLangServer(HttpServer, TokenServer):
     """A process of `sglang.launch_server`, or a server that runs at `rollout.url`."""
 
     name: ClassVar[str] = "SGLang"

@@ -115,7 +115,9 @@ class EngineCheck:
         """The segment that the engine samples, with zeros as log-probs if it reports none."""
         segment = self.sampled(req).segment
         return (
-            segment if self.engine.capabilities.behaviour_logp else segment.replace(logp=torch.zeros_like(segment.logp))
+            segment
+            if self.engine.capabilities.old_logp == "native"
+            else segment.replace(logp=torch.zeros_like(segment.logp))
         )
 
     @torch.no_grad()
@@ -165,7 +167,7 @@ class EngineCheck:
             f"{self.name}: its {len(surprise)} tokens are unlikely draws from the trained policy {when}: a score of "
             f"{score:.1f}, where {MAX_SCORE:g} is allowed. It samples from other weights or at another temperature"
         )
-        if self.engine.capabilities.behaviour_logp:
+        if self.engine.capabilities.old_logp == "native":
             self.assert_close("logp", Kind.PACKED, track.segment.logp, replay.logp, f"from the trainer's replay {when}")
 
     def equals_trainside(self, req: RolloutReq, ours: RolloutTrack, when: str) -> None:
@@ -195,7 +197,7 @@ class EngineCheck:
 
     def assert_close(self, field: str, kind: Kind, ours: object, theirs: object, when: str) -> None:
         """Per-row numbers agree within the tolerance; all other fields are equal."""
-        if field == "logp" and not self.engine.capabilities.behaviour_logp:
+        if field == "logp" and self.engine.capabilities.old_logp != "native":
             return
         what = "log-probs" if field == "logp" else field
         if kind in (Kind.SHARED, Kind.OFFSETS) or not isinstance(ours, Tensor) or not isinstance(theirs, Tensor):

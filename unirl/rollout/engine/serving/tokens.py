@@ -133,7 +133,7 @@ class TokenServingEngine(ServingEngine):
         wrong = [token for token in answer.tokens if not 0 <= token < self.pipeline.facts.vocab_size]
         if wrong:
             raise EngineError(f"{name} has the token {wrong[0]}; the model has {self.pipeline.facts.vocab_size} tokens")
-        if self.capabilities.behaviour_logp:
+        if self.capabilities.old_logp == "native":
             logps = [] if answer.logps is None else answer.logps
             if len(logps) != count or not all(math.isfinite(logp) and logp <= 0 for logp in logps):
                 raise EngineError(f"{name} has {count} tokens, and needs as many log-probs <= 0: {list(logps)[:8]}")

@@ -20,7 +20,7 @@ class SGLangLLMRolloutEngine(TokenServingEngine):
     """Samples with a SGLang server."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
-        behaviour_logp=True, snapshots=True, dedicated=True, remote=True, adapters=True, modalities=("text",)
+        old_logp="native", snapshots=True, dedicated=True, remote=True, adapters=True, modalities=("text",)
     )
     toy: ClassVar[Mapping[str, object]] = {
         "program": "fake",

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from unirl.config.errors import SyncError, did_you_mean
 from unirl.distributed.weight_sync.base import WeightLayout
 
 ADAPTER_TENSOR = re.compile(r"(?P<layer>.+)\.(?P<side>lora_[AB])\.[^.]+\.weight")
@@ -49,26 +48,15 @@ class ServedFamily:
 
 FAMILIES: Mapping[str, ServedFamily] = {
     "sd3": ServedFamily("stable-diffusion-3.5-medium", num_text_encoders=3, sequence_length=256, packs=False),
-    "flux2_klein": ServedFamily("FLUX.2-klein-base-4B", num_text_encoders=1, sequence_length=None, packs=True),
+    "flux2_klein": ServedFamily("FLUX.2-klein-base-4B", num_text_encoders=1, sequence_length=512, packs=True),
 }
 """By `ModelFacts.family`."""
 
 
-def wire_names(layout: WeightLayout, parameters: Mapping[str, object]) -> dict[str, str]:
-    """Tensor of a layout to its name in requests: that of diffusers, and for adapters `LAYER.lora_A.weight`.
-
-    SGLang ignores names that it does not know, so every name must be a parameter of the network.
-
-    Args:
-        parameters: the parameters of the network by name.
-
-    Raises:
-        SyncError: naming a tensor without a parameter.
-    """
+def wire_names(layout: WeightLayout) -> dict[str, str]:
+    """Tensor of a layout to its name in requests: that of diffusers, and for adapters `LAYER.lora_A.weight`."""
     wire: dict[str, str] = {}
     for name in layout.tensors:
         match = ADAPTER_TENSOR.fullmatch(name) if layout.payload == "adapter" else None
-        if name not in parameters:
-            raise SyncError(f"the trainer sends {name!r}, which the network lacks.{did_you_mean(name, parameters)}")
         wire[name] = name if match is None else f"{match['layer']}.{match['side']}.weight"
     return wire

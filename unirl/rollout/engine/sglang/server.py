@@ -107,7 +107,7 @@ class SGLangDiffusionServer(HttpServer, LatentServer):
                 "sync.merge_adapters=true"
             )
         self.layout = layout
-        self.wire = wire_names(layout, dict(bundle.trainable().named_parameters()))
+        self.wire = wire_names(layout)
 
     @property
     def model_id(self) -> str:

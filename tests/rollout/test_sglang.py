@@ -341,15 +341,15 @@ def test_the_real_program_needs_its_package_and_a_name_of_the_model(tmp_path) ->
 
 
 def test_a_server_of_another_model_is_refused(tmp_path) -> None:
-    with fake() as url, serving(tmp_path, url=url, family=KLEIN) as served:
-        with pytest.raises(IncompatibleError, match="serves StableDiffusion3Pipeline .* trains Flux2KleinPipeline"):
-            served.push()
+    refusal = pytest.raises(IncompatibleError, match=r"serves StableDiffusion3Pipeline .* trains Flux2KleinPipeline")
+    with fake() as url, serving(tmp_path, url=url, family=KLEIN) as served, refusal:
+        served.push()
 
 
 def test_an_adapter_with_a_fractional_alpha_is_refused(tmp_path) -> None:
-    with fake() as url, serving(tmp_path, url=url, lora=LoraConfig(rank=4, alpha=2.5)) as served:
-        with pytest.raises(SyncError, match=r"backend\.lora_cfg\.alpha=2\.5"):
-            served.push()
+    lora, refusal = LoraConfig(rank=4, alpha=2.5), pytest.raises(SyncError, match=r"backend\.lora_cfg\.alpha=2\.5")
+    with fake() as url, serving(tmp_path, url=url, lora=lora) as served, refusal:
+        served.push()
 
 
 def test_the_log_prob_of_noise_is_that_of_a_standard_normal_over_the_standard_deviation() -> None:

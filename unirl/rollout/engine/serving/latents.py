@@ -32,6 +32,7 @@ from unirl.rollout.engine.serving.sigma_verify import UsedSettings, verify_used
 from unirl.sde.gaussian import Gaussian
 from unirl.sde.kernels import EulerODE
 from unirl.types.batch import Batch
+from unirl.types.device import to_device
 from unirl.types.protocols import TORCH_DTYPES
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp
@@ -290,11 +291,11 @@ class LatentServingEngine(ServingEngine):
         steps = tuple(params.sde_indices or ())
         logps = [torch.full((len(steps),), math.nan) if row.logp is None else row.logp.float() for row in answers]
         return LatentSegment(
-            latents=torch.stack([row.latents[list(kept)] for row in answers]).to(device, dtype),
+            latents=to_device(torch.stack([row.latents[list(kept)] for row in answers]).to(dtype), device),
             indices=stored_positions(steps, params.num_inference_steps),
             sde_indices=steps,
             sigmas=torch.tensor(params.sigmas, dtype=torch.float32),
-            logp=torch.stack(logps).to(device),
+            logp=to_device(torch.stack(logps), device),
             kernel=params.kernel,
             init_same_noise=False,
             guidance=self.pipeline.facts.guidance_of(params),

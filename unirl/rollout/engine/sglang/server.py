@@ -26,6 +26,7 @@ from unirl.rollout.engine.serving.sigma_verify import UsedSettings
 from unirl.rollout.engine.sglang import messages
 from unirl.rollout.engine.sglang.families import FAMILIES, ServedFamily, wire_names
 from unirl.sde.kernels import CPSSDEStrategy
+from unirl.types.device import CPU
 from unirl.types.sampling import DiffusionSamplingParams
 
 OWN_ARGUMENTS = (
@@ -184,7 +185,7 @@ class SGLangDiffusionServer(HttpServer, LatentServer):
 
     def sample(self, request: LatentRequest, params: DiffusionSamplingParams, positions: Sequence[int]) -> LatentAnswer:
         length = None if self.sequence_length is not None else params.max_sequence_length
-        body = messages.generate(request.prompt, request.seed, params, positions, self._noise_device, length)
+        body = messages.generate(request.prompt, request.seed, params, positions, self._noise_device.type, length)
         rows = self._read_samples(self.post("/rollout/generate", body))
         if len(rows) != 1:
             raise EngineError(f"{self.name} answered {request.id} with {len(rows)} samples, and one was asked for")
@@ -222,12 +223,12 @@ class SGLangDiffusionServer(HttpServer, LatentServer):
             raise EngineError(f"{self.name}: an answer cannot be read: {error}") from error
 
     @property
-    def _noise_device(self) -> str:
-        """A server on a GPU can only draw the noise of its steps there."""
-        return self.pipeline.bundle.device.type
+    def _noise_device(self) -> torch.device:
+        """The device that draws noise. A server on a GPU can only draw the noise of its steps there."""
+        return CPU if self.settings.program == "fake" else self.pipeline.bundle.device
 
     def draws(self, seed: int, shape: Sequence[int], count: int) -> Tensor:
-        device = self.pipeline.bundle.device
+        device = self._noise_device
         generator = torch.Generator(device).manual_seed(seed)
         first = torch.randn((1, *shape), generator=generator, device=device)
         packed = (1, *self.family.packed_shape(shape))

@@ -56,7 +56,8 @@ class DiffusionClient(Client):
         values: Json = {"kernel": FlowSDEStrategy(), "num_inference_steps": 4, "height": self.side, "width": self.side}
         values |= {"samples_per_prompt": 2, "sde_indices": (0, 1), "max_sequence_length": self.length, **params}
         settings = DiffusionSamplingParams(**values)
-        pinned = settings.pinned(0, self.trained.sigmas(settings).tolist())
+        facts = self.engine.facts()
+        pinned = settings.pinned(0, facts.schedule.sigmas(4, facts.image_seq_len(settings)).tolist())
         req = request_of(("a red circle", "two cats", "a house in the fog"), "image", pinned)
         return req.expand(2).from_weights(weights, self.backend.updates)
 

@@ -87,7 +87,7 @@ class Served:
         self.sync.push(self.backend.updates)
 
     def asking(self, **changes: object) -> RolloutReq:
-        return asking(self.trained, **changes).from_weights("live", self.backend.updates)
+        return asking(self.engine, **changes).from_weights("live", self.backend.updates)
 
     def sampled(self, req: RolloutReq) -> LatentSegment:
         segment = self.engine.generate(req).tracks["image"].segment
@@ -102,12 +102,14 @@ class Served:
         return float((track.segment.logp - replay.logp).abs().max())
 
 
-def asking(trained: Any, **changes: object) -> RolloutReq:
+def asking(engine: SGLangRolloutEngine, **changes: object) -> RolloutReq:
     """A training request for three prompts with two samples each, of four steps with noise in the first two."""
     values: dict[str, Any] = {"kernel": FlowSDEStrategy(), "num_inference_steps": 4, "height": 32, "width": 32}
     values |= {"samples_per_prompt": 2, "sde_indices": (0, 1), "max_sequence_length": 16, **changes}
     params = DiffusionSamplingParams(**values)
-    pinned = params.pinned(0, trained.sigmas(params).tolist())
+    facts = engine.facts()
+    levels = facts.schedule.sigmas(params.num_inference_steps, facts.image_seq_len(params))
+    pinned = params.pinned(0, levels.tolist())
     return request_of(PROMPTS, "image", pinned).expand(params.samples_per_prompt)
 
 
@@ -130,13 +132,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 def test_it_keeps_the_contract_of_an_engine(served) -> None:
     """Refusal before a push, log-probs equal to the replay's before and after an update, row bits, sleep, snapshots."""
-    check_engine(served.engine, served.trained, served.backend, asking(served.trained), atol=ATOL)
+    check_engine(served.engine, served.trained, served.backend, asking(served.engine), atol=ATOL)
 
 
 @pytest.mark.parametrize("merge", [False, True], ids=["adapters", "merged"])
 def test_adapters_keep_the_contract_too(tmp_path, merge) -> None:
     with fake() as url, serving(tmp_path, url=url, lora=LORA) as served:
-        req = asking(served.trained)
+        req = asking(served.engine)
         check_engine(served.engine, served.trained, served.backend, req, atol=ATOL, merge_adapters=merge)
 
 
@@ -186,6 +188,12 @@ def test_klein_sends_its_latents_as_tokens(tmp_path) -> None:
         assert served.log_prob_gap(served.asking()) < ATOL
 
 
+def test_the_noise_levels_of_sd3_are_those_that_the_real_server_reported(served) -> None:
+    """Recorded from sglang 0.5.23 with four steps and shift 3: the last training level is shifted twice."""
+    levels = asking(served.engine).only_track(DiffusionSamplingParams)[1].sigmas
+    assert levels == pytest.approx([1.0, 0.857692301273346, 0.602150559425354, 0.008928571827709675, 0.0], abs=1e-6)
+
+
 def test_packing_is_undone() -> None:
     latents = torch.arange(24.0).reshape(4, 2, 3)
     packed = FAMILIES["flux2_klein"].packed(latents)
@@ -222,7 +230,7 @@ def test_a_lie_is_caught_when_weights_are_sent(tmp_path, fault, error, says) -> 
         (
             "other-sigmas",
             SamplingMismatchError,
-            r"noise levels \(sigmas\) used are \[1, 0\.909533, .*\], and the request has \[1, 0\.9, 0\.75, 0\.5, 0\]",
+            r"noise levels \(sigmas\) used are \[1, 0\.870931, .*\], and the request has \[1, 0\.857692, 0\.602151, 0\.00892857, 0\]",
         ),
         ("other-steps", SamplingMismatchError, r"stochastic steps used are \[1\], and the request has \[0, 1\]"),
         ("other-noise-scale", SamplingMismatchError, r"samples with another noise scale \(sampling\.kernel\.eta\)"),
@@ -323,7 +331,7 @@ def test_settings_that_the_server_does_not_have_are_refused(served, changes, say
 def test_a_length_of_text_that_the_real_server_does_not_take_is_refused(tmp_path) -> None:
     """SD3 always gets 256 tokens of T5 there; a fake server takes any length."""
     engine = Served.at(tmp_path, program="sglang", url="http://127.0.0.1:9").engine
-    req = asking(engine.pipeline)
+    req = asking(engine)
     with pytest.raises(IncompatibleError, match=r"Set sampling\.max_sequence_length=256"):
         engine.respond(req)
 

@@ -33,6 +33,7 @@ from unirl.sde.gaussian import Gaussian
 from unirl.sde.kernels import EulerODE
 from unirl.types.batch import Batch
 from unirl.types.device import to_device
+from unirl.types.facts import LatentFacts
 from unirl.types.protocols import TORCH_DTYPES
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp
@@ -73,6 +74,10 @@ class LatentServer(Server):
 
     sequence_length: int | None
     """The number of text tokens that it always encodes. None: that of the request."""
+
+    @abstractmethod
+    def served(self, facts: LatentFacts) -> LatentFacts:
+        """The facts of a model as the server samples it: with its own schedule, if it takes no noise levels."""
 
     @abstractmethod
     def check_request(self, params: DiffusionSamplingParams) -> None:
@@ -119,6 +124,10 @@ class LatentServingEngine(ServingEngine):
         self.measured_guidance: set[tuple[float, str]] = set()
         """Scales and negative prompts whose effect was measured."""
 
+    def facts(self) -> LatentFacts:
+        """The facts of the model with the schedule of the server, so that requests have the noise levels that it uses."""
+        return self.server.served(self.pipeline.facts)
+
     # The canary
 
     def canary_inputs(self) -> LatentCanaryInputs:
@@ -143,7 +152,7 @@ class LatentServingEngine(ServingEngine):
 
     def _canary_params(self) -> DiffusionSamplingParams:
         """One step without guidance, of a small image."""
-        facts = self.pipeline.facts
+        facts = self.facts()
         side = CANARY_SIDE_TOKENS * facts.vae_scale * facts.patch_size
         params = DiffusionSamplingParams(
             kernel=EulerODE(),
@@ -152,7 +161,7 @@ class LatentServingEngine(ServingEngine):
             width=side,
             max_sequence_length=self.server.sequence_length or CANARY_SEQUENCE_LENGTH,
         )
-        return params.pinned(0, self.pipeline.sigmas(params).tolist())
+        return params.pinned(0, facts.schedule.sigmas(1, facts.image_seq_len(params)).tolist())
 
     def _velocity(self, request: LatentRequest, params: DiffusionSamplingParams) -> Tensor:
         """The velocity [*latent] in the first step of a trajectory of one step: (x_1 - x_0) / (sigma_1 - sigma_0)."""

@@ -27,6 +27,7 @@ from unirl.rollout.engine.sglang import messages
 from unirl.rollout.engine.sglang.families import FAMILIES, ServedFamily, wire_names
 from unirl.sde.kernels import CPSSDEStrategy
 from unirl.types.device import CPU
+from unirl.types.facts import LatentFacts
 from unirl.types.sampling import DiffusionSamplingParams
 
 OWN_ARGUMENTS = (
@@ -169,6 +170,9 @@ class SGLangDiffusionServer(HttpServer, LatentServer):
         return not self.weights_name
 
     # Samples
+
+    def served(self, facts: LatentFacts) -> LatentFacts:
+        return self.family.served(facts)
 
     def check_request(self, params: DiffusionSamplingParams) -> None:
         if not params.sde_indices:

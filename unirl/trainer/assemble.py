@@ -459,7 +459,7 @@ def _checks_start(cls: type) -> bool:
 def parity_gate(config: RecipeConfig, algorithm: StageAlgorithm[object]) -> ParityGate | None:
     """The gate of a loss with a trust region on log-probs that the engine records; None if both thresholds are off."""
     width = algorithm.trust_width()
-    recorded = capabilities_of(config.rollout).behaviour_logp
+    recorded = capabilities_of(config.rollout).old_logp == "native"
     if width is None or not recorded or not (config.parity.warn or config.parity.stop):
         return None
     return ParityGate(config.parity, width)

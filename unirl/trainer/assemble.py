@@ -80,10 +80,12 @@ def build_trainer(
     checkpoints = CheckpointStore(root / "checkpoints", keep=recipe.config.keep_checkpoints)
     resume = resume_point(checkpoints, recipe.config.resume)
     check_resumable(resume, checkpoints.directory, recipe)
-    threads = threads_of(recipe.config, recorded_threads(resume, checkpoints.directory))
     look_up_models(recipe)
-    if tracker is None:
+    if is_own_run:
         check_reward(recipe.config)
+    # The last check: it may count the parameters of the model, which imports its libraries.
+    threads = threads_of(recipe.config, recorded_threads(resume, checkpoints.directory))
+    if tracker is None:
         if session is not None:
             session.start()
         tracker = open_tracker(recipe, root, session.argv if session else (), threads)

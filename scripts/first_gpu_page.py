@@ -33,8 +33,9 @@ DEVICES = ("4090", "l40s", "h100", "h200")
 """Devices with 24, 48, 80 and 141 GB."""
 NODE = 8
 """Devices of one kind that are tried where one is not enough."""
+WORDS: Mapping[str, tuple[str, ...]] = {"hunyuan_image3": ("devices_per_node=null",)}
 FAMILIES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
-    **{key: (label, f"diffusion/{recipe}", ()) for key, (label, recipe) in DENOISING.items()},
+    **{key: (label, recipe, WORDS.get(key, ())) for key, (label, recipe) in DENOISING.items()},
     "qwen3": ("Qwen3 4B, all weights", "llm/qwen3_grpo_4b_base_dapo", ()),
     "qwen_vl": ("Qwen2.5-VL 7B, LoRA", "vlm/qwen_vl_argrpo_geo3k_mc_4x8_lora", ("devices_per_node=null",)),
 }

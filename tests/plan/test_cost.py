@@ -118,8 +118,8 @@ def test_a_mixture_of_experts_copies_their_weights_in_every_forward():
     expert = 3 * 4096 * 3072
     one_copy = 64 * 2 * 4096 * 3072 * 2 / 2**30
     rows = {row.name: row.gib for row in memory_table(run.sizes, run.settings, resident_parts(run.placement))}
-    assert rows["copied weights of experts, sampling"]["sample"] == pytest.approx(one_copy)
-    assert rows["copied weights of experts"]["train"] == rows["copied weights of experts"]["anchors"] == one_copy
+    assert rows["copies of experts, sampling"]["sample"] == pytest.approx(one_copy)
+    assert rows["copies of experts"]["train"] == rows["copies of experts"]["anchors"] == one_copy
     without = replace(run.sizes, network=replace(run.sizes.network, copied_parameters=0))
     more = generate_work(run.sizes, run.settings).traffic - generate_work(without, run.settings).traffic
     assert more == pytest.approx(run.sizes.num_steps * 32 * 64 * expert * 2 * 2)  # read and written, in bf16

@@ -182,7 +182,11 @@ class Sizes:
     sync_crosses: bool = False  # the engine is on other nodes than the trainer
     devices_per_node: int | None = None  # None: one node has all devices
     is_trained: bool = True
-    """False for a policy that only samples: it has no gradients and no optimizer state."""
+    """False for a policy whose weights never change: it has no optimizer state."""
+    has_loss: bool = True
+    """False for a policy that only samples. The losses of other tracks may train its network."""
+    num_aside: int = 0
+    """Gradients that an update sets aside until those of all tracks are known (stack.balance)."""
     takes_turns: bool = False
     """Engine and trainer take turns on the same devices, so both are moved in every step."""
 
@@ -216,7 +220,9 @@ def memory_table(sizes: Sizes, settings: Settings, resident: Mapping[str, Collec
     return [_row(item, {moment for moment in item[3] if item[1] in here[moment]}) for item in items]
 
 
-def waiting_table(sizes: Sizes, settings: Settings, resident: Mapping[str, Collection[str]]) -> list[MemoryRow]:
+def waiting_table(
+    sizes: Sizes, settings: Settings, resident: Mapping[str, Collection[str]], shares_weights: bool = False
+) -> list[MemoryRow]:
     """The rows of a policy that waits, at the moments of another one that works.
 
     It keeps what exists at all moments of its own step, and from the reward on its rows of the step, which are released
@@ -224,10 +230,12 @@ def waiting_table(sizes: Sizes, settings: Settings, resident: Mapping[str, Colle
 
     Args:
         resident: phase of the policy that works to the parts of the waiting one that are on their devices.
+        shares_weights: both are tracks of one network, which the table of the one that works contains.
     """
     here = {moment: resident[phase] for phase, moments in STEP_PHASES.items() for moment in moments}
     items = (*_weights(sizes, settings), *_training(sizes, settings), *_sampling(sizes, settings))
-    lasting = [item for item in items if tuple(item[3]) == MOMENTS]
+    kept = [item for item in items if item[1] == "reward" or not shares_weights]
+    lasting = [item for item in kept if tuple(item[3]) == MOMENTS]
     stored = [item for item in _rows(sizes) if set(WAITING) <= set(item[3])]
     return [
         *(_row(item, {moment for moment in MOMENTS if item[1] in here[moment]}) for item in lasting),
@@ -286,11 +294,12 @@ def _weights(sizes: Sizes, settings: Settings) -> Iterator[Item]:
 
 
 def _training(sizes: Sizes, settings: Settings) -> Iterator[Item]:
-    if not sizes.is_trained:
+    if not sizes.has_loss:
         return
     network, shards = sizes.network, settings.num_shards
     trainable = sizes.trainable_parameters * MASTER_BYTES
     yield "gradients", "policy", trainable / (1 if settings.deferred else shards), ("train",)
+    yield "gradients, set aside", "policy", sizes.num_aside * trainable / shards, ("train",)
     whole = sizes.policy_parameters * sizes.dtype_bytes
     if shards > 1:
         # Blocks that are not freed stay from their forward pass to the backward pass.
@@ -301,7 +310,7 @@ def _training(sizes: Sizes, settings: Settings) -> Iterator[Item]:
         yield "casts of the weights", "policy", whole, ("anchors", "train")
     # The backward pass has the gradients of the copied weights as well, if these are trained.
     copied = network.copied_at_once * sizes.dtype_bytes
-    yield "copied weights of experts", "policy", copied * (1 + sizes.full_training), ("anchors", "train")
+    yield "copies of experts", "policy", copied * (1 + sizes.full_training), ("anchors", "train")
     rows = settings.micro_rows * sizes.trained_rows * sizes.steps_per_forward
     per_channel = rows * network.tokens * network.width * sizes.dtype_bytes
     one_block = per_channel * ACTIVATION_BYTES_PER_BLOCK
@@ -334,7 +343,7 @@ def _sampling(sizes: Sizes, settings: Settings) -> Iterator[Item]:
     yield "encoders", frozen, sizes.encoder_parameters * sizes.dtype_bytes, MOMENTS if always else ("encode",)
     yield "VAE", frozen, sizes.vae_parameters * sizes.decoding.dtype_bytes, MOMENTS if always else ("decode",)
     copied = network.copied_at_once * sizes.dtype_bytes
-    yield "copied weights of experts, sampling", part, copied, ("sample",)
+    yield "copies of experts, sampling", part, copied, ("sample",)
     rows = settings.forward_rows * sizes.network_rows / settings.guidance_passes
     # A language model reads the prompts, some at a time, and then one token of each response.
     at_once = max(PREFILL_TOKENS, network.tokens) if network.cache_width else rows * network.tokens
@@ -557,7 +566,7 @@ def reward_work(sizes: Sizes) -> Work:
 
 def train_work(sizes: Sizes, settings: Settings) -> Work:
     """Anchors, forward and backward passes, and the optimizer's updates. Nothing for a policy that only samples."""
-    if not sizes.is_trained:
+    if not sizes.has_loss:
         return Work()
     network = sizes.network
     rows = sizes.num_trained / sizes.num_train_devices

@@ -171,35 +171,36 @@ def geometry_table(config: RecipeConfig) -> str:
     samples = ", ".join([sized.describe(), *others])
     paired = f", {geometry.num_trained} of them trained, in pairs" if geometry.num_pairs else ""
     return (
-        f"geometry   {_prompts(geometry, ' prompt')} x {_count(geometry.samples_per_prompt, 'sample')} "
-        f"= {_count(geometry.num_samples, 'sample')} per step{paired}; "
-        f"{_count(geometry.num_updates, 'update')} of {geometry.rows_per_update} "
-        f"= {_count(geometry.num_devices, 'device')} x {_micros(geometry)}\n"
-        f"           {samples}; {_count(config.num_rollouts, 'step')}, {_count(config.total_updates, 'update')} in all"
+        f"geometry   {_prompts(geometry, ' prompt')} x {count_of(geometry.samples_per_prompt, 'sample')} "
+        f"= {count_of(geometry.num_samples, 'sample')} per step{paired}; "
+        f"{count_of(geometry.num_updates, 'update')} of {geometry.rows_per_update} "
+        f"= {count_of(geometry.num_devices, 'device')} x {_micros(geometry)}\n"
+        f"           {samples}; {count_of(config.num_rollouts, 'step')}, "
+        f"{count_of(config.total_updates, 'update')} in all"
     )
 
 
 def _prompts(geometry: Geometry, noun: str = "") -> str:
     """The number of prompts: `8`, or `8 x 4 think` for a track that continues `think`. With a noun: `8 prompts`."""
     count = geometry.num_prompts // geometry.parents_per_prompt
-    counted = _count(count, noun.strip()) if noun else str(count)
+    counted = count_of(count, noun.strip()) if noun else str(count)
     return " x ".join([counted, *(f"{each} {track}" for track, each in geometry.parents)])
 
 
-def _count(number: int, noun: str) -> str:
+def count_of(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _micros(geometry: Geometry) -> str:
     if geometry.micro_batch_tokens is not None:
-        rows_text = _count(geometry.rows_per_device, "row")
+        rows_text = count_of(geometry.rows_per_device, "row")
         return f"{rows_text} in micro-batches of at most {geometry.micro_batch_tokens} tokens"
     size, rows = geometry.micro_batch_size, geometry.rows_per_device
     if geometry.micro_is_auto:
-        return f"{_count(rows, 'row')}, cut into micro-batches for the device"
+        return f"{count_of(rows, 'row')}, cut into micro-batches for the device"
     last = rows % size
     ragged = f" (the last of {last})" if last and rows > size else ""
-    return f"{_count(geometry.num_micros, 'micro-batch').replace('batchs', 'batches')} of {min(size, rows)}{ragged}"
+    return f"{count_of(geometry.num_micros, 'micro-batch').replace('batchs', 'batches')} of {min(size, rows)}{ragged}"
 
 
 def _equation(geometry: Geometry) -> str:

@@ -80,6 +80,27 @@ FORWARD_ROWS = "forward_batch_size"
 """The setting of an engine for the rows of one forward."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class InRecipe:
+    """The part of one policy in its recipe. The defaults are those of the only policy of a recipe."""
+
+    is_trained: bool = True
+    """False for a policy whose weights never change."""
+    has_loss: bool = True
+    """False for a policy that only samples. The losses of other tracks may train its network."""
+    shares_weights: bool = False
+    """The other policies are tracks of the same network."""
+    num_aside: int = 0
+    """Gradients that an update sets aside until those of all tracks are known."""
+    scorers: Sequence[Node] | None = None
+    """The scorers of this policy's samples; None = all of the recipe."""
+    counts_reward: bool = True
+    """False for a policy beside the one of the last track, which counts the memory of all reward models."""
+
+
+ALONE = InRecipe()
+
+
 @dataclass(frozen=True)
 class RunSizes:
     """Everything that a recipe says about memory and time."""
@@ -92,8 +113,7 @@ class RunSizes:
     settings: Settings
     beside: Mapping[DeviceSet, Sequence[MemoryRow]] = field(default_factory=dict)
     """By devices, what the other policies of the recipe keep there while this one works: one row for each."""
-    counts_reward: bool = True
-    """False for a policy beside the one of the last track, which counts the memory of all reward models."""
+    part: InRecipe = ALONE
     chooses_rows: bool = True
     """The engine has the setting `forward_batch_size`. A server chooses the rows of a forward itself."""
 
@@ -105,7 +125,7 @@ class RunSizes:
     def memory_with(self, settings: Settings) -> list[tuple[DeviceSet, MemoryRow]]:
         """The same with other settings of this policy."""
         own = memory_table(self.sizes, settings, resident_parts(self.placement))
-        rows = [row for row in own if self.counts_reward or row.part != "reward"]
+        rows = [row for row in own if self.part.counts_reward or row.part != "reward"]
         here = [(home_of(self.placement, cast(MemoryPart, row.part)), row) for row in rows]
         homes = {home for home, _ in here}
         return here + [(home, row) for home, others in self.beside.items() if home in homes for row in others]
@@ -121,19 +141,16 @@ class RunSizes:
         phases: dict[str, Sequence[str]] = {
             phase: resident(plan, phase if phase == "reward" else IDLE) for phase in PHASES
         }
-        for row in waiting_table(self.sizes, self.settings, phases):
-            if self.counts_reward or row.part != "reward":
+        for row in waiting_table(self.sizes, self.settings, phases, self.part.shares_weights):
+            if self.part.counts_reward or row.part != "reward":
                 here = totals.setdefault(home_of(plan, cast(MemoryPart, row.part)), dict.fromkeys(row.gib, 0.0))
                 for moment, gib in row.gib.items():
                     here[moment] += gib
         return {home: MemoryRow(f"{name}, which waits", OTHER_POLICY, gib) for home, gib in totals.items()}
 
     @classmethod
-    def of(cls, config: RecipeConfig, is_trained: bool = True, scorers: Sequence[Node] | None = None) -> RunSizes:
+    def of(cls, config: RecipeConfig, part: InRecipe = ALONE) -> RunSizes:
         """Works it out from the recipe and the configuration files that its bundle class reads.
-
-        Args:
-            scorers: those that score the samples of this policy; None = all of the recipe.
 
         With `stack.micro_batch_size=auto`, the settings hold the smallest micro-batch; `with_auto_micro` of
         unirl.plan.micro_batch chooses one.
@@ -149,12 +166,14 @@ class RunSizes:
         transfer = _transfer(config, placement, estimate)
         sizes = replace(
             _sizes(config, placement, geometry, needs, estimate, transfer),
-            is_trained=is_trained,
-            reward=reward_of(config, config.scorers if scorers is None else scorers),
+            is_trained=part.is_trained,
+            has_loss=part.has_loss,
+            num_aside=part.num_aside,
+            reward=reward_of(config, config.scorers if part.scorers is None else part.scorers),
         )
         settings = _settings(config, placement, geometry, sizes, estimate)
         chooses_rows = FORWARD_ROWS in config.rollout.schema.keys
-        return cls(placement, geometry, estimate, transfer, sizes, settings, chooses_rows=chooses_rows)
+        return cls(placement, geometry, estimate, transfer, sizes, settings, part=part, chooses_rows=chooses_rows)
 
 
 def rows_beside(others: Mapping[str, RunSizes]) -> dict[DeviceSet, list[MemoryRow]]:
@@ -175,12 +194,7 @@ class RecipeSizes:
     """A recipe and the sizes of its run, which are worked out when they are first needed, and then kept."""
 
     config: RecipeConfig
-    is_trained: bool = True
-    """False for a policy that only samples."""
-    scorers: Sequence[Node] | None = None
-    """The scorers of this policy's samples; None = all of the recipe."""
-    counts_reward: bool = True
-    """False for a policy beside the one of the last track."""
+    part: InRecipe = ALONE
     others: Mapping[str, RecipeSizes] = field(default_factory=dict, repr=False)
     """The other policies of the recipe by name."""
 
@@ -198,7 +212,7 @@ class RecipeSizes:
         is_estimated = isinstance(self.config.bundle.schema.owner, Estimated) and self.config.model_path is not None
         if not is_estimated:
             return None
-        return replace(RunSizes.of(self.config, self.is_trained, self.scorers), counts_reward=self.counts_reward)
+        return RunSizes.of(self.config, self.part)
 
 
 def sizes_of_policies(recipe: Recipe, configs: Mapping[str, RecipeConfig] | None = None) -> dict[str, RecipeSizes]:
@@ -211,12 +225,18 @@ def sizes_of_policies(recipe: Recipe, configs: Mapping[str, RecipeConfig] | None
     scored = trainer_class(recipe.config).track
     blocks = scored_by(recipe, scored)
     sizes: dict[str, RecipeSizes] = {}
+    balance = recipe.config.stack.get("balance", str)
     for name, config in policies.items():
-        is_trained = name in recipe.trained or recipe.shares_weights
-        scorers = [blocks[name]] if name in blocks else []
-        sizes[name] = RecipeSizes(config, is_trained, scorers, len(policies) == 1 or name == scored)
-    # Tracks of one network keep the same weights, so nothing is added up.
-    for name, each in sizes.items() if not recipe.shares_weights else ():
+        part = InRecipe(
+            is_trained=name in recipe.trained or recipe.shares_weights,
+            has_loss=name in recipe.trained,
+            shares_weights=recipe.shares_weights,
+            num_aside=0 if balance in (None, "fixed") else len(recipe.trained),
+            scorers=[blocks[name]] if name in blocks else [],
+            counts_reward=len(policies) == 1 or name == scored,
+        )
+        sizes[name] = RecipeSizes(config, part)
+    for name, each in sizes.items():
         each.others = {other: sizes[other] for other in sizes if other != name}
     return sizes
 

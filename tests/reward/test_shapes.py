@@ -137,7 +137,7 @@ def labeled(half):
 
 
 def test_the_quick_start_forgives_grain_up_to_its_limit():
-    """Squares and crosses, which the quick start draws without grain, keep their reward with as much as circles have."""
+    """Squares and crosses, which the quick start draws smooth, keep their reward with as much grain as circles have."""
     rows, request = labeled("held_out")
     smooth = [i for i, row in enumerate(rows) if row["shape"] in ("square", "cross")]
     noise = torch.randn(len(smooth), 3, 24, 24, generator=torch.Generator().manual_seed(0))

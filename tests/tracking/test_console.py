@@ -80,7 +80,7 @@ def test_the_line_of_a_step_fits_and_always_has_step_reward_time_and_what_is_lef
 
 def test_a_short_line_keeps_whole_words_of_every_group():
     assert step_line("11:21:52", 12, 60, METRICS, 149.0, 80) == (
-        "11:21:52 step 12/60 reward=0.412\u00b10.083 color=0.55 | 3.1s gen=1.9 | eta 2m29s"
+        "11:21:52 step 12/60 reward=0.412\u00b10.083 | ratio=1.0000\u00b10.0004 | 3.1s | eta 2m29s"
     )
 
 

@@ -88,7 +88,7 @@ def step_line(
     clock: str, step: int, total: int, metrics: Mapping[str, float], eta_s: float | None, width: int = MAX_COLUMNS
 ) -> str:
     """One step as one line of at most `width` columns. Parts whose metrics are absent, and that do not fit, are left
-    out; the step and the time that is left never are.
+    out; the step and the time that is left never are. The reward, the time and the ratio are the last to go.
 
     11:21:52 step 12/60 reward=0.412+-0.083 shape=0.09 | ratio=1.0000 | 3.1s gen=1.9 trn=0.7 20.6/s | eta 2m29s
     """
@@ -96,7 +96,7 @@ def step_line(
     eta = [] if eta_s is None else [f"eta {duration(eta_s)}"]
     policy, times, losses = training(metrics), formatted(metrics, PHASES), drops_and_memory(metrics)
     groups = [[*head, *reward(metrics).split()], policy.split(), times.split(), losses.split(), eta]
-    return fitted(groups, width, first=(0, 4, 0, 2))
+    return fitted(groups, width, first=(0, 4, 0, 2, 1))
 
 
 def fitted(groups: Sequence[Sequence[str]], width: int, first: Sequence[int] = ()) -> str:
@@ -308,7 +308,8 @@ class Console:
                 self._panel_of_step = self._panel(step, metrics, eta)
                 self._show(self._panel_of_step)
             else:
-                for line in step_lines(clock, step, self.total_steps, metrics, eta, self._rich.width):
+                width = self._rich.width - (2 if self._substitutes else 0)  # a line has two spreads, "+-" in ASCII
+                for line in step_lines(clock, step, self.total_steps, metrics, eta, width):
                     self._rich.print(self._text(line))
             self._written = time.monotonic()
 

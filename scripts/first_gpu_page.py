@@ -22,8 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from scripts.support_matrix import FAMILIES as DENOISING
 from unirl.cli.fit import FitReport, report_of
 from unirl.cli.plan import clock, made_by
+from unirl.config.load import load
 from unirl.plan.devices import Device, device_named
-from unirl.plan.fit import usable
+from unirl.plan.fit import settings_with, usable
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "first_gpu_run.md"
@@ -32,12 +33,13 @@ DEVICES = ("4090", "l40s", "h100", "h200")
 """Devices with 24, 48, 80 and 141 GB."""
 NODE = 8
 """Devices of one kind that are tried where one is not enough."""
+WORDS: Mapping[str, tuple[str, ...]] = {"hunyuan_image3": ("devices_per_node=null",)}
 FAMILIES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
-    **{key: (label, f"diffusion/{recipe}", ()) for key, (label, recipe) in DENOISING.items()},
+    **{key: (label, recipe, WORDS.get(key, ())) for key, (label, recipe) in DENOISING.items()},
     "qwen3": ("Qwen3 4B, all weights", "llm/qwen3_grpo_4b_base_dapo", ()),
     "qwen_vl": ("Qwen2.5-VL 7B, LoRA", "vlm/qwen_vl_argrpo_geo3k_mc_4x8_lora", ("devices_per_node=null",)),
 }
-"""The label of each family, its recipe, and settings that bring the recipe to one device."""
+"""The label of each family, its recipe, and the settings without which it does not run on one device."""
 OPENING = """\
 <!-- Written by a script, not by hand: .venv/bin/python scripts/first_gpu_page.py --render -->
 # First GPU run
@@ -113,27 +115,27 @@ def counted(family: str, device_name: str) -> list[dict[str, Any]]:
 
 
 def _placed(family: str, count: int) -> list[str]:
-    """Returns the setting for so many devices; none for the one device that most recipes have."""
-    return [] if count == 1 and not FAMILIES[family][2] else [f"num_devices={count}"]
+    """Returns the setting for so many devices; none if these are the devices of the recipe."""
+    _, recipe, words = FAMILIES[family]
+    return [] if load(recipe, words).config.num_devices == count else [f"num_devices={count}"]
 
 
 def cell_of(report: FitReport, device: Device) -> dict[str, Any]:
     """Returns the figures of a report that the page shows."""
     found = report.fit.best or report.fit.smallest
-    facts = report.facts()
-    shown = facts["best"] if report.fit.best else facts["smallest"]
-    assert isinstance(shown, dict)
-    geometry = report.run.geometry
+    [(name, part)] = found.parts.items()  # every recipe of the page has one policy
+    [run] = found.policies[name].runs
+    micro_rows = settings_with(run, part.changes).micro_rows
     return {
         "devices": report.num_devices,
         "fits": report.fit.best is not None,
-        "changes": [*report.words, *shown["changes"]],
-        "micro_rows": None if geometry.micro_batch_tokens is not None else found.settings.micro_rows,
+        "changes": [*report.words, *found.words()],
+        "micro_rows": None if run.geometry.micro_batch_tokens is not None else micro_rows,
         "step_seconds": float(f"{found.seconds:.3g}"),
         "peak_gib": round(found.peak_gib, 1),
         "room_gib": round(usable(device.memory_gib), 1),
-        "samples": report.run.sizes.num_samples,
-        "made": made_by(report.run),
+        "samples": report.num_samples,
+        "made": made_by(run),
     }
 
 

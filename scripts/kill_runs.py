@@ -1,6 +1,7 @@
-"""Kills a run of any recipe by SIGKILL again and again, resumes it, and compares it with a run that was never killed.
+"""Kills runs of any recipes by SIGKILL again and again, resumes them, and compares them with runs never killed.
 
     python scripts/kill_runs.py pe/pe_trainside_pickscore scale=toy --kills 10 --out benchmarks/kill_runs_pe.json
+    python scripts/kill_runs.py 'unified_model/*' scale=toy runtime=ray num_devices=2 --kills 1 --steps 3
 
 The moments are drawn with --seed: a step for each kill, and a delay of up to two steps after it. So a kill hits a step,
 a checkpoint, an evaluation, or the start of the resumed run. Metrics without clocks, the ledger, evaluations, pages and
@@ -19,12 +20,14 @@ import sys
 import tempfile
 from dataclasses import asdict
 from datetime import date
+from fnmatch import fnmatch
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tests.trainer.killing import Run, Unkilled, killed_often  # noqa: E402
+from unirl.config.recipe_files import list_recipes  # noqa: E402
 
 SETTINGS = ("evaluation.eval_steps=5", "tracking.sample_steps=4", "save_interval=2", "keep_checkpoints=2")
 """Settings of the runs. Those of the command line come after them."""
@@ -32,42 +35,55 @@ SETTINGS = ("evaluation.eval_steps=5", "tracking.sample_steps=4", "save_interval
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe")
+    parser.add_argument("recipe", help="the name of a recipe, or a pattern of names such as 'pe/*'")
     parser.add_argument("settings", nargs="*", help="key=value, as for unirl train")
-    parser.add_argument("--kills", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=12, help="steps of the run (default 12)")
+    parser.add_argument("--kills", type=int, default=10, help="kills of each run (default 10)")
+    parser.add_argument("--steps", type=int, default=12, help="steps of each run (default 12)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     os.chdir(ROOT)
-    run = Run(options.recipe, options.steps, (*SETTINGS, *options.settings))
-    with tempfile.TemporaryDirectory() as scratch:
-        unkilled = Unkilled.of(run, Path(scratch, "unkilled"))
-        print(f"unkilled: {options.steps} steps in {unkilled.duration:.0f} s", flush=True)
-        folder = Path(scratch, "killed")
-        kills = killed_often(run, folder, options.kills, options.seed, unkilled.duration / options.steps)
-        for kill in kills:
-            print(json.dumps(asdict(kill)), flush=True)
-        result = run.finish(folder)
-    differs = [name for name, value in unkilled.outcome.items() if result[name] != value]
-    hits = sum(kill.hit for kill in kills)
+    recipes = [recipe.name for recipe in list_recipes() if fnmatch(recipe.name, options.recipe)]
+    if not recipes:
+        parser.error(f"no recipe is called {options.recipe}. `unirl recipes` lists them")
+    settings = (*SETTINGS, *options.settings)
+    runs = [killed_run(Run(recipe, options.steps, settings), options.kills, options.seed) for recipe in recipes]
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     report = {
-        "recipe": options.recipe,
-        "settings": [*run.overrides, f"num_rollouts={options.steps}"],
+        "settings": [*settings, f"num_rollouts={options.steps}"],
         "seed": options.seed,
         "date": str(date.today()),
         "commit": commit.stdout.strip(),
         "machine": {"cpus": os.cpu_count(), "platform": platform.platform(), "python": platform.python_version()},
-        "kills": [asdict(kill) for kill in kills],
-        "compared": list(unkilled.outcome),
-        "files_of_weights": sorted(unkilled.outcome["weights"]),  # type: ignore[call-overload]
-        "differs_in": differs,
+        "runs": runs,
     }
     if options.out:
         options.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"{hits} of {len(kills)} kills hit the run; " + (f"different: {', '.join(differs)}" if differs else "equal"))
-    return 0 if not differs and hits == len(kills) else 1
+    return 0 if all(run["equal"] and run["hits"] == options.kills for run in runs) else 1
+
+
+def killed_run(run: Run, num_kills: int, seed: int) -> dict[str, object]:
+    """The record of a run that was killed and resumed, compared with one that was not killed."""
+    with tempfile.TemporaryDirectory() as scratch:
+        unkilled = Unkilled.of(run, Path(scratch, "unkilled"))
+        folder = Path(scratch, "killed")
+        kills = killed_often(run, folder, num_kills, seed, unkilled.duration / run.num_steps)
+        result = run.finish(folder)
+    differs = [name for name, value in unkilled.outcome.items() if result[name] != value]
+    hits = sum(kill.hit for kill in kills)
+    verdict = f"different: {', '.join(differs)}" if differs else "equal"
+    took = f"unkilled {run.num_steps} steps in {unkilled.duration:.0f} s"
+    print(f"{run.recipe}: {took}; {hits} of {num_kills} kills hit the run; {verdict}", flush=True)
+    return {
+        "recipe": run.recipe,
+        "seconds_unkilled": round(unkilled.duration, 1),
+        "kills": [asdict(kill) for kill in kills],
+        "hits": hits,
+        "compared": list(unkilled.outcome),
+        "files_of_weights": sorted(unkilled.outcome["weights"]),  # type: ignore[call-overload]
+        "differs_in": differs,
+        "equal": not differs,
+    }
 
 
 if __name__ == "__main__":

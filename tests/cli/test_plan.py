@@ -70,7 +70,26 @@ def test_shards_divide_what_is_stored_and_sampling_gathers_the_whole_beside_them
         assert quarter[name]["train"] == whole[name]["train"] / 4
     assert quarter["gathered weights"]["sample"] == 1000 * 2 + 10 * 4
     assert byte_rows(num_shards=4, deferred=True)["gradients"]["train"] == whole["gradients"]["train"]
-    assert byte_rows(num_shards=4, reshard=False)["gathered blocks"]["train"] == 1000 * 2
+    assert byte_rows(num_shards=4, reshard=False)["gathered blocks"]["train"] == 1000 * 2 + 10 * 4
+
+
+def test_sharded_sampling_gathers_what_is_in_no_block_and_two_blocks_or_those_ahead():
+    blocks = {"num_shards": 4, "gathers_once": False, "block_parameters": 800, "largest_block": 100}
+    rows = byte_rows(**blocks)
+    assert {moment: rows["gathered weights"][moment] for moment in ("encode", "sample", "decode", "train")} == {
+        "encode": 200 * 2 + 10 * 4,
+        "sample": 200 * 2 + 10 * 4,
+        "decode": 200 * 2 + 10 * 4,
+        "train": 0,
+    }
+    assert rows["gathered blocks, sampling"]["sample"] == 2 * 100 * 2
+    assert rows["gathered blocks, sampling"]["decode"] == 0
+    assert rows["gathered blocks"]["train"] == 200 * 2 + 10 * 4 + 2 * 100 * 2
+    assert byte_rows(**blocks, prefetched=3)["gathered blocks, sampling"]["sample"] == 4 * 100 * 2
+    assert byte_rows(**blocks, prefetched=30)["gathered blocks, sampling"]["sample"] == 800 * 2
+    engine = byte_rows(**blocks, engine_dtype_bytes=2)
+    assert "gathered blocks, sampling" not in engine
+    assert engine["gathered blocks"]["sync"] == engine["gathered blocks"]["train"]  # of the canary
 
 
 def test_a_snapshot_from_another_checkpoint_is_a_whole_module(capsys):

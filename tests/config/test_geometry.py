@@ -151,3 +151,15 @@ def test_the_table_says_what_a_loss_on_pairs_trains():
 def test_the_table_says_when_the_last_micro_batch_is_smaller():
     table = geometry_table(load("diffusion/sd3_dancegrpo", ["stack.micro_batch_size=100"]).config)
     assert "4 micro-batches of 100 (the last of 84)" in table
+
+
+def test_the_table_and_a_refusal_name_the_tracks_that_a_track_continues():
+    recipe = load("unified_model/hi3_think")
+    tables = [geometry_table(policy) for policy in recipe.policies.values()]
+    assert "8 prompts x 2 samples = 16 samples per step" in tables[0]
+    assert "8 prompts x 2 think x 2 samples = 32 samples per step" in tables[1]
+    assert "8 prompts x 2 think x 2 recaption x 2 samples = 64 samples per step" in tables[2]
+    image = load("unified_model/hi3_think", ["sampling.image.samples_per_prompt=1", "stack.num_updates_per_batch=3"])
+    with pytest.raises(ConfigError) as caught:
+        geometry_table(image.policies["image"])
+    assert "(batch_size 8 x 2 think x 2 recaption x samples_per_prompt 1 " in str(caught.value)

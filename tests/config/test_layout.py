@@ -70,6 +70,12 @@ def said(recipe, *overrides):
             2010,
             "does not divide the 4 ranks that train. Use one of 1, 2, 4",
         ),
+        (
+            "llm/quickstart",
+            ["num_devices=2", "pipeline.use_cuda_graphs=true", "rollout.gather_weights=false"],
+            2020,
+            "Use pipeline.use_cuda_graphs=false, or rollout.gather_weights=true",
+        ),
         (SEPARATE, ["backend.topology.dp=8"], 2010, "topology.dp=8, but 4 ranks train"),
         (SEPARATE, ["backend.topology.tp=2"], 2020, "topology.tp=2 is not available"),
         (
@@ -132,6 +138,9 @@ def test_settings_without_effect_are_said(monkeypatch):
     assert "RAY_ADDRESS is set and has no effect" in said(TRAINSIDE)
     assert "devices_per_node=1 has no effect" in said(TRAINSIDE, "devices_per_node=1")
     assert "weight_sync_interval=3 has no effect" in said(TRAINSIDE, "weight_sync_interval=3")
+    sharded = "rollout.gather_weights=false"
+    assert f"{sharded} has no effect: every device" in said(TRAINSIDE, sharded)
+    assert sharded not in said(TRAINSIDE, sharded, "num_devices=2")
     assert "up to 2 steps old" in said(SEPARATE, *LOCAL, "weight_sync_interval=3")
 
 

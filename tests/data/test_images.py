@@ -16,7 +16,7 @@ from unirl.config.errors import CheckpointError, DataError
 from unirl.data.data_source import MultimodalRLDataSource
 from unirl.data.datasets import load_prompts
 from unirl.data.images import check_images, image_problems
-from unirl.models.images import read_image, split_at_images
+from unirl.models.images import read_image, split_at_images, with_marks
 
 
 def line(*uris: str, prompt: str = "what is it?", **more: object) -> str:
@@ -133,6 +133,7 @@ def test_transparent_parts_are_white_and_the_camera_s_turn_is_undone(tmp_path) -
 )
 def test_images_stand_at_their_marks_or_before_the_text(text, num_images, parts) -> None:
     assert split_at_images(text, num_images) == parts
+    assert with_marks(text, num_images) == "".join("<image>" if part is None else part for part in parts)
 
 
 def test_marks_that_do_not_match_the_images_are_refused_at_start(tmp_path) -> None:

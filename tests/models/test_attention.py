@@ -66,26 +66,26 @@ def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
     assert torch.equal(together[7:27], alone)
 
 
-BLOCKS = [((1, 4),), (), ((0, 20), (33, 60)), ()]
+SPANS = [((1, 4),), (), ((0, 20), (33, 60)), ()]
 """Ranges of tokens that see each other, for rows of 5, 1, 70 and 6 tokens. Rows 0 and 3 have one padded length."""
 
 
-def seen_with_blocks(lengths: list[int]) -> Tensor:
+def seen_with_spans(lengths: list[int]) -> Tensor:
     """The definition, pair by pair."""
     row = [number for number, length in enumerate(lengths) for _ in range(length)]
     place = [place for length in lengths for place in range(length)]
 
     def sees(i: int, j: int) -> bool:
-        same_block = any(a <= place[i] < b and a <= place[j] < b for a, b in BLOCKS[row[i]])
-        return row[i] == row[j] and (place[j] <= place[i] or same_block)
+        same_span = any(a <= place[i] < b and a <= place[j] < b for a, b in SPANS[row[i]])
+        return row[i] == row[j] and (place[j] <= place[i] or same_span)
 
     return torch.tensor([[sees(i, j) for j in range(len(row))] for i in range(len(row))])
 
 
-def test_tokens_of_a_block_see_each_other_and_all_else_stays_causal() -> None:
+def test_tokens_of_a_span_see_each_other_and_all_else_stays_causal() -> None:
     lengths = [5, 1, 70, 6]
-    inputs, seen = [tensor.requires_grad_() for tensor in qkv(sum(lengths))], seen_with_blocks(lengths)
-    result, wanted = PackedAttention(lengths, blocks=BLOCKS)(LAYER, *inputs, SCALE), masked(*inputs, seen)
+    inputs, seen = [tensor.requires_grad_() for tensor in qkv(sum(lengths))], seen_with_spans(lengths)
+    result, wanted = PackedAttention(lengths, spans=SPANS)(LAYER, *inputs, SCALE), masked(*inputs, seen)
     assert torch.allclose(result.double(), wanted, atol=1e-6)
     assert not torch.allclose(result, PackedAttention(lengths)(LAYER, *inputs, SCALE), atol=1e-2)
     weights = torch.linspace(-1, 1, result.numel()).view_as(result)
@@ -94,18 +94,18 @@ def test_tokens_of_a_block_see_each_other_and_all_else_stays_causal() -> None:
         assert torch.allclose(ours, theirs, atol=1e-5)
 
 
-def test_a_row_has_the_same_bits_among_rows_with_blocks() -> None:
+def test_a_row_has_the_same_bits_among_rows_with_spans() -> None:
     q, k, v = qkv(82)
-    together = PackedAttention([5, 1, 70, 6], blocks=BLOCKS)(LAYER, q, k, v, SCALE)
-    for start, length, blocks in ((6, 70, BLOCKS[2:3]), (76, 6, None)):
+    together = PackedAttention([5, 1, 70, 6], spans=SPANS)(LAYER, q, k, v, SCALE)
+    for start, length, spans in ((6, 70, SPANS[2:3]), (76, 6, None)):
         own = slice(start, start + length)
-        alone = PackedAttention([length], blocks=blocks)(LAYER, q[own], k[own], v[own], SCALE)
+        alone = PackedAttention([length], spans=spans)(LAYER, q[own], k[own], v[own], SCALE)
         assert torch.equal(together[own], alone)
 
 
-def test_a_causal_kernel_never_runs_rows_with_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_causal_kernel_never_runs_rows_with_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = qkv(82)
-    attend = PackedAttention([5, 1, 70, 6], blocks=BLOCKS)
+    attend = PackedAttention([5, 1, 70, 6], spans=SPANS)
     plain = attend(LAYER, q, k, v, SCALE)
     monkeypatch.setattr(attention, "has_varlen", lambda query: True)
     assert torch.equal(attend(LAYER, q, k, v, SCALE), plain)

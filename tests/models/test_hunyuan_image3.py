@@ -558,6 +558,8 @@ def test_the_published_model_has_81_billion_parameters_of_which_a_token_runs_14(
     total = 32 * layer + 2 * vocabulary * width + width + image
     assert estimate.parameters["transformer"] == total
     assert estimate.idle_parameters == 32 * 56 * expert and 13e9 < total - estimate.idle_parameters < 14e9
+    assert estimate.copied_parameters == 32 * 64 * expert
+    assert estimate.copied_at_once == 64 * 2 * 3072 * width  # gates and ups of a layer
     assert estimate.num_blocks == 32 and estimate.width == 4096 and len(estimate.adapted_layers()) == 64
     facts = HunyuanImage3Bundle.facts_of(path)
     assert facts.latent_shape(DiffusionSamplingParams(kernel=EulerODE(), height=1024, width=768)) == (32, 64, 48)
@@ -567,13 +569,18 @@ def test_the_published_model_has_81_billion_parameters_of_which_a_token_runs_14(
 def test_the_plan_counts_the_operations_of_a_forward(toy: HunyuanImage3Pipeline) -> None:
     conditions, x = toy.encode(["same length"] * 4, PARAMS), latents(toy)
     length = len(rows_of(conditions["text"])[0]) + 4
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+
+    def grouped(rows: torch.Size, weights: torch.Size, *args: object, **named: object) -> int:
+        return 2 * rows[0] * weights[1] * weights[2]
+
+    product = torch.ops.aten._grouped_mm
+    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping={product: grouped}) as counter:
         toy.stage.denoiser.velocity(x, torch.full((4,), 0.5), conditions)
     matrices, attention = forward_flops(HunyuanImage3Bundle.estimate("toy").layers(), Lengths(6, length))
     counts = counter.get_flop_counts()["Global"]
-    layers = torch.ops.aten.addmm, torch.ops.aten.mm, torch.ops.aten.convolution
+    layers = torch.ops.aten.addmm, torch.ops.aten.mm, torch.ops.aten.convolution, product
     counted = sum(counts[kind] for kind in layers)
-    assert 4 * matrices <= counted < 4.2 * matrices  # experts pad their tokens to a multiple of 4
+    assert 4 * matrices <= counted < 4.2 * matrices  # experts have padding rows
     assert attention == 3 * 4 * 32 * (length + 6) ** 2
 
 

@@ -118,7 +118,7 @@ class Sequenced:
     def __init__(self) -> None:
         self.embeds: list[Tensor] = []
         self.grids: list[tuple[int, tuple[int, int]]] = []
-        self.blocks: list[tuple[int, int]] = []
+        self.spans: list[tuple[int, int]] = []
 
     def __len__(self) -> int:
         return sum(map(len, self.embeds))
@@ -145,7 +145,7 @@ class Sequenced:
 
     def mask(self) -> Tensor:
         mask = torch.ones(len(self), len(self), dtype=torch.bool).tril()
-        for start, stop in self.blocks:
+        for start, stop in self.spans:
             mask[start:stop, start:stop] = True
         return mask
 
@@ -216,7 +216,7 @@ class PublishedReader(Published):
         states = self.tower_states(batch["pixel_values"][0], (rows, columns))
         features = self.of("vision_aligner.layers.2", gelu(self.of("vision_aligner.layers.0", states)))
         row.grid(features, (rows, columns))
-        row.blocks.append((start, len(row)))
+        row.spans.append((start, len(row)))
         self.add(row, "<eoi>")
 
     def prompt(self, parts: Sequence[str | Image.Image], is_conditional: bool = True) -> Sequenced:
@@ -246,7 +246,7 @@ class PublishedReader(Published):
         row.embeds.append(self.time("timestep_emb", 1000 * sigma)[None])
         start, size = len(row), (x.shape[1], x.shape[2])
         row.grid(self.patches(x, 1000 * sigma), size)
-        row.blocks.append((start, len(row)))
+        row.spans.append((start, len(row)))
         self.add(row, "<eoi></answer>\n\n")
         grid = self.states(row)[start : start + size[0] * size[1]].T.reshape(1, -1, *size)
         h = self.block("final_layer.model.0", grid, self.time("time_embed_2", 1000 * sigma))

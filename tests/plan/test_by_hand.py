@@ -15,6 +15,7 @@ from unirl.trainer.assemble import build_trainer
 
 STORED = ("stored latents", "stored conditions", "rows that are trained")
 WAN_14B = ("diffusion/wan21_t2v", "bundle.path=Wan-AI/Wan2.1-T2V-14B-Diffusers")
+HI3 = ("unified_model/hi3_trainside",)
 BY_HAND = [
     # recipe and overrides, moment, what is counted, GiB by hand, how
     (
@@ -70,6 +71,25 @@ BY_HAND = [
         "gathered weights",
         38,
         "20.4B parameters in bf16 beside the shard of 19 GiB, which stays",
+    ),
+    (
+        HI3,
+        "sample",
+        "model",
+        39.0,
+        "81.3B parameters in bf16 on 8 devices 18.9; two layers of 64 + 1 experts of 37.7M and 42M of attention 9.3; "
+        "embedding and head of 133,120 x 4096, layers of images 2.7; the VAE in fp32 4.7; 4,096 tokens of width 4096; "
+        "a copy of the 64 x 25.2M weights by which experts widen 3.0",
+    ),
+    ((*HI3, "num_devices=16", "batch_size=4"), "sample", "model", 39.0 - 18.9 / 2, "the same with half of a shard"),
+    ((*HI3, "num_devices=32", "batch_size=8"), "sample", "model", 39.0 - 18.9 * 3 / 4, "with a quarter of a shard"),
+    (
+        (*HI3, "num_devices=16", "batch_size=4", "backend.lora_cfg=null", "backend.fsdp_cfg.defer_grad_sync=false"),
+        "train",
+        "model",
+        81.3e9 * 16 / 16 / 2**30 + 12.0 + 4.7 + 1.9 + 6.0,
+        "weights, gradients and two moments of 81.3B parameters in fp32 on 16 devices; two gathered layers and what is "
+        "in no layer, the VAE, the inputs of 32 layers for one row; a copy of the experts' weights, and its gradient",
     ),
     (
         ("llm/qwen3_grpo_4b_base_dapo", "num_devices=8"),

@@ -13,6 +13,7 @@ from unirl.plan.cost import (
     collective,
     engine_bytes,
     gather_work,
+    generate_work,
     memory_table,
     phase_time,
     reduce_work,
@@ -111,6 +112,19 @@ def test_a_step_cache_keeps_three_numbers_per_token_and_channel_of_a_forward():
     assert after == pytest.approx(3 * rows * network.tokens * network.width * 2 / 2**30)
 
 
+def test_a_mixture_of_experts_copies_their_weights_in_every_forward():
+    """HunyuanImage-3 has 32 layers of 64 experts, each with two matrices of width 4096 and one of width 3072."""
+    run = sized("unified_model/hi3_trainside")
+    expert = 3 * 4096 * 3072
+    one_copy = 64 * 2 * 4096 * 3072 * 2 / 2**30
+    rows = {row.name: row.gib for row in memory_table(run.sizes, run.settings, resident_parts(run.placement))}
+    assert rows["copies of experts, sampling"]["sample"] == pytest.approx(one_copy)
+    assert rows["copies of experts"]["train"] == rows["copies of experts"]["anchors"] == one_copy
+    without = replace(run.sizes, network=replace(run.sizes.network, copied_parameters=0))
+    more = generate_work(run.sizes, run.settings).traffic - generate_work(without, run.settings).traffic
+    assert more == pytest.approx(run.sizes.num_steps * 32 * 64 * expert * 2 * 2)  # read and written, in bf16
+
+
 def test_an_engine_in_eight_bits_halves_the_weights_of_its_blocks():
     """SD3.5-M by hand: 24 blocks of width 1536, of which 13 have a second attention, and the last one fewer layers."""
     words = ("algorithm.old_logp_source=rollout",)
@@ -126,13 +140,13 @@ def test_an_engine_in_eight_bits_halves_the_weights_of_its_blocks():
 
 def test_what_the_plan_recommends_is_evaluated_with_the_same_model():
     run = sized("diffusion/qwen_image_trainside", "num_devices=8")
-    now = candidate(run, run.settings, H200)
-    gains = best_changes(run, H200, H200.memory_gib)
+    now = candidate([run], {}, H200)
+    gains = best_changes([run], H200, H200.memory_gib)
     assert len(gains) == 3
     assert [gain.seconds for gain in gains] == sorted(gain.seconds for gain in gains)
     for gain in gains:
         changed = sized("diffusion/qwen_image_trainside", "num_devices=8", gain.word)
-        assert candidate(changed, changed.settings, H200).seconds == pytest.approx(gain.seconds)
+        assert candidate([changed], {}, H200).seconds == pytest.approx(gain.seconds)
         assert gain.seconds < now.seconds
 
 
@@ -171,6 +185,22 @@ def test_gathers_stay_within_a_node_if_a_copy_does():
     assert reduce_work(run.sizes, copies).crossing == pytest.approx(between)
     one_node = replace(run.sizes, devices_per_node=None)
     assert reduce_work(one_node, whole).crossing == gather_work(one_node, whole).crossing == 0
+
+
+def test_sharded_sampling_gathers_the_layers_in_every_forward_and_the_rest_once():
+    """80B parameters on 8 devices: 32 layers of 2.496B in bf16, of which 7/8 arrive from the others."""
+    layers, rest = 32 * 2.496e9 * 2 * 7 / 8, 1.44e9 * 2 * 7 / 8
+    images = sized("unified_model/hi3_trainside")
+    steps = step_times(images.sizes, images.settings, H200)["generate"].parts["gathers"]
+    assert steps == pytest.approx((16 * layers + rest) / H200.interconnect, rel=0.01)  # one chunk of 16 steps
+    recipe = load("unified_model/hi3_joint").policies["recaption"]
+    texts = RunSizes.of(recipe)
+    tokens = step_times(texts.sizes, texts.settings, H200)["generate"].parts["gathers"]
+    assert tokens == pytest.approx((2049 * layers + rest) / H200.interconnect, rel=0.01)  # the prompt and 2048 tokens
+    whole = step_times(texts.sizes, replace(texts.settings, gathers_once=True), H200)["generate"].parts["gathers"]
+    assert whole == pytest.approx((layers + rest) / H200.interconnect, rel=0.01)
+    alone = step_times(texts.sizes, replace(texts.settings, num_shards=1), H200)["generate"].parts["gathers"]
+    assert alone == 0
 
 
 def test_weights_cross_the_network_to_an_engine_on_other_nodes():

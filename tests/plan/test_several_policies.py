@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -10,7 +11,8 @@ from unirl.cli.main import main
 from unirl.config.device_sets import DeviceSet
 from unirl.config.errors import MemoryShortageError
 from unirl.config.load import load
-from unirl.plan.cost import MOMENTS
+from unirl.plan.cost import MOMENTS, step_times
+from unirl.plan.devices import device_named
 from unirl.plan.fit import device_peaks, moment_peaks
 from unirl.plan.machine import check_memory
 from unirl.plan.sizes import RecipeSizes, RunSizes, sizes_of_policies
@@ -130,8 +132,8 @@ def test_a_device_that_holds_each_policy_but_not_both_is_refused() -> None:
 
 def test_the_micro_batch_that_is_chosen_leaves_room_for_the_other_policy(capsys) -> None:
     words = ["plan", RECIPE, "ar.bundle.path=Qwen/Qwen3-4B-Base", "--device", "4090"]
-    assert main(words) == 0
-    both = re.search(r"(\d+) rows in a micro-batch \(ar\.stack", capsys.readouterr().out)
+    assert main(words) == 5  # 26.6 GiB
+    both = re.search(r"(\d+) rows? in a micro-batch \(ar\.stack", capsys.readouterr().out)
     assert both is not None and int(both[1]) < 4  # 4 of them take 27 GiB
 
 
@@ -140,4 +142,66 @@ def test_the_plan_shows_what_the_other_policy_keeps(capsys) -> None:
     _, ar, diffusion = re.split(r"^(?:ar|diffusion)$", capsys.readouterr().out, flags=re.MULTILINE)
     assert "diffusion, which waits" in ar and "ar, which waits" in diffusion
     assert "parameters 0 trained" in diffusion and "optimizer" not in diffusion
-    assert "The sums of each policy contain what the others keep" in diffusion
+    assert "The sums of each track contain what the others keep" in diffusion
+
+
+@pytest.mark.parametrize(
+    "recipe", [(RECIPE, *MODELS), ("unified_model/hi3_joint",)], ids=["two networks", "one network"]
+)
+def test_the_total_is_the_sum_of_the_times_and_the_highest_peak(recipe: tuple[str, ...], capsys) -> None:
+    assert main(["plan", *recipe, "--device", "h200", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    policies, total = facts["policies"], facts["total"]
+    peaks = {
+        name: max(sum(row["gib"][at] for row in plan["memory_gib"]) for at in MOMENTS)
+        for name, plan in policies.items()
+    }
+    assert total["step_seconds"] == pytest.approx(sum(plan["step_seconds"] for plan in policies.values()))
+    assert total["peak_gib"] == pytest.approx(max(peaks.values())) == pytest.approx(peaks[total["peak_of"]])
+    assert total["fits"]
+    assert main(["plan", *recipe, "--device", "h200"]) == 0
+    shown = capsys.readouterr().out
+    assert f"peak {total['peak_gib']:.1f} of 129.2 GiB ({total['peak_at']} of {total['peak_of']}): fits h200" in shown
+
+
+# Tracks of one network
+
+JOINT = "unified_model/hi3_joint"
+
+
+def tracks(*words: str) -> dict[str, RunSizes]:
+    sizes = sizes_of_policies(load(JOINT, list(words)))
+    return {name: each.run for name, each in sizes.items() if each.run is not None}
+
+
+def items(run: RunSizes, moment: str) -> dict[str, float]:
+    return {row.name: row.gib[moment] for _, row in run.memory if row.gib[moment]}
+
+
+def test_beside_a_track_of_the_same_network_are_the_reward_and_the_rows_of_the_step() -> None:
+    """32 images of 32 x 64 x 64 latents on 8 devices, of which 4 of 17 positions are stored in bf16."""
+    text, image = tracks().values()
+    reward, latents = PICKSCORE * 4 / GIB, 4 * 4 * 32 * 64 * 64 * 2 / GIB
+    later = dict.fromkeys(("reward", "anchors", "train"), reward + latents)
+    [found] = kept(text).values()
+    assert found == pytest.approx(always(reward, **later), rel=0.01)
+    assert kept(image) == {}  # what the text has are a few tokens, which are not counted
+
+
+def test_a_balance_holds_a_shard_of_the_gradient_of_each_track() -> None:
+    """302.9 GiB are the gradients of 81.3B parameters in fp32."""
+    words = ("backend.lora_cfg=null", "stack.balance=gradient_norm")
+    fixed, balanced = (tracks(*chosen)["image"] for chosen in (words[:1], words))
+    assert items(balanced, "train")["gradients, set aside"] == pytest.approx(2 * 302.9 / 8, rel=0.01)
+    assert "gradients, set aside" not in items(fixed, "train")
+    alone = tracks(*words, "trained=[image]")["image"]
+    assert items(alone, "train")["gradients, set aside"] == pytest.approx(302.9 / 8, rel=0.01)
+
+
+def test_a_track_that_is_only_sampled_takes_no_time_in_training() -> None:
+    device, _ = device_named("h200")
+    text, image = tracks("trained=[image]").values()
+    assert "train" not in {n for n, each in step_times(text.sizes, text.settings, device).items() if each.seconds}
+    assert step_times(image.sizes, image.settings, device)["train"].seconds > 0
+    assert not {"gradients", "activations of training"} & set(items(text, "train"))
+    assert "optimizer (AdamW)" in items(text, "train")  # of the weights that the images train

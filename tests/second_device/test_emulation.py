@@ -246,6 +246,13 @@ def test_bytes_in_use_are_counted_once_for_all_views(devices):
     assert devices.allocated[1] == 0
 
 
+def test_bytes_of_a_result_that_was_resized_are_counted(devices):
+    numbers = torch.arange(1000, device=DEVICE)
+    assert devices.allocated[0] == devices.peak[0] == numbers.nbytes == 8000
+    del numbers
+    assert devices.allocated[0] == 0
+
+
 def test_the_peak_is_counted_from_the_last_reset_on(devices):
     large = torch.zeros(1000, device=DEVICE)
     small = torch.zeros(10, device=DEVICE)

@@ -18,7 +18,7 @@ from unirl.train.loss_balance import LossScale, TrackGradient, UncertaintyBalanc
 from unirl.train.unified_model_stack import SHARED
 from unirl.types.results import Metric, values
 
-SIZES = {"text": 2.0, "image": 0.5}
+SIZES = {"text": 3.0, "image": 0.5}
 
 
 def balanced(**options: Any) -> Setup:

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
+import torch
+from safetensors.torch import load_file
+
 from tests.run_files import metrics_of, reproducible
 from tests.trainer.child import begin, said
 from unirl.train.backend.checkpoint import verify
@@ -140,13 +143,22 @@ def outcome(folder: Path, num_steps: int) -> Outcome:
         "pages": {p.relative_to(folder).as_posix(): p.read_text() for p in sorted(folder.glob("*/*/*.md"))},
         "samples": sorted(p.relative_to(folder).as_posix() for p in folder.glob("samples/*/*")),
         "weights": {
-            p.relative_to(final).as_posix(): sha256(p.read_bytes()).hexdigest()
-            for p in sorted(final.glob("policy*/**/*"))
-            if p.is_file()
+            p.relative_to(final).as_posix(): digest_of(p) for p in sorted(final.glob("policy*/**/*")) if p.is_file()
         },
         "problems of the final checkpoint": verify(final.with_name("checkpoint-final")),
         "trainer": {k: v for k, v in json.loads((final / "trainer.json").read_text()).items() if k != "recipe"},
     }
+
+
+def digest_of(path: Path) -> str:
+    """The SHA-256 of a file; of tensors, of their names and bits, since several ranks write them in no fixed order."""
+    if path.suffix != ".safetensors":
+        return sha256(path.read_bytes()).hexdigest()
+    digest = sha256()
+    for name, tensor in sorted(load_file(path).items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def after_seconds(seconds: float) -> Callable[[], bool]:

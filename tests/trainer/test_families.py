@@ -19,7 +19,7 @@ SETTINGS = ("scale=toy", "num_rollouts=2", "evaluation.eval_steps=0", "tracking.
 
 
 def trainer_of(recipe: str, folder: Path):
-    result = load(f"diffusion/{recipe}", [*SETTINGS, f"run.dir={folder}"])
+    result = load(recipe, [*SETTINGS, f"run.dir={folder}"])
     preflight(result)
     return build_trainer(result)
 

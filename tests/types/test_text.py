@@ -147,16 +147,16 @@ def test_prompts_and_their_images_are_selected_row_by_row() -> None:
     assert twice.digests == [("a", "b"), ()] and twice.identities()[1] == ((), ())
 
 
-def test_blocks_and_encoded_images_follow_their_rows() -> None:
+def test_spans_and_encoded_images_follow_their_rows() -> None:
     prompt = PromptTokens(
         tokens=torch.arange(5),
         positions=torch.arange(10).view(5, 2),
         next_position=torch.tensor([2, 3]),
         offsets=torch.tensor([0, 2, 5]),
-        blocks=[(), ((0, 2),)],
+        spans=[(), ((0, 2),)],
     )
-    assert prompt.select([1, 0, 1]).blocks == [((0, 2),), (), ((0, 2),)]
-    assert PromptTokens.concat([prompt, prompt.select([1])]).blocks == [(), ((0, 2),), ((0, 2),)]
+    assert prompt.select([1, 0, 1]).spans == [((0, 2),), (), ((0, 2),)]
+    assert PromptTokens.concat([prompt, prompt.select([1])]).spans == [(), ((0, 2),), ((0, 2),)]
     images = EncodedImages(
         latents=PackedVectors(values=torch.arange(5.0)[:, None], offsets=torch.tensor([0, 2, 5])),
         features=PackedVectors(values=torch.arange(4.0)[:, None], offsets=torch.tensor([0, 2, 4])),

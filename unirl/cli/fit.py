@@ -3,7 +3,7 @@
 import json
 import math
 import shlex
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from unirl.cli.arguments import parse_recipe, recipe_parser
@@ -14,25 +14,20 @@ from unirl.config.errors import ConfigError, IncompatibleError, InvalidValueErro
 from unirl.config.failures import Session
 from unirl.config.load import Recipe
 from unirl.config.merge import leaves
+from unirl.plan.alternatives import Alternative, alternatives
 from unirl.plan.devices import Device, device_named
-from unirl.plan.fit import (
-    FASTER,
-    MICRO,
-    RUNGS,
-    Candidate,
-    Fit,
-    Saving,
-    items_text,
-    largest_items,
-    overrides,
-    savings,
-    search,
-    usable,
+from unirl.plan.fit import FASTER, RUNGS, Saving, usable
+from unirl.plan.fit_together import (
+    Choice,
+    JointFit,
+    PolicyRuns,
+    free_rungs,
+    policy_runs,
+    savings_together,
+    search_together,
 )
-from unirl.plan.micro_batch import with_auto_micro
 from unirl.plan.placement import plan_of
-from unirl.plan.sizes import RunSizes
-from unirl.plan.tiling import with_auto_tiling
+from unirl.plan.sizes import sizes_of_policies
 
 EXAMPLES = (
     "unirl fit diffusion/sd3_trainside --devices 8 --memory 80",
@@ -82,14 +77,17 @@ class FitReport:
     recipe: str
     words: Sequence[str]
     """The settings of the command line, and the placement that was chosen."""
-    run: RunSizes
+    num_samples: int
+    """Samples of a step that are scored."""
     num_devices: int
     device: Device
     memory_gib: float
-    fit: Fit
+    fit: JointFit
     kept: Sequence[KeptSetting]
     savings: Sequence[Saving]
     """If nothing fits: what saves memory."""
+    alternatives: Sequence[Alternative]
+    """If nothing fits: the nearest recipes that do."""
 
     def text(self, about_device: str) -> str:
         """The report for people."""
@@ -107,32 +105,33 @@ class FitReport:
             "memory_gib": self.memory_gib,
             "usable_gib": usable(self.memory_gib),
             "fits": self.fit.best is not None,
-            "best": self._candidate_facts(self.fit.best),
-            "next_faster": self._candidate_facts(self.fit.next_faster),
-            "smallest": self._candidate_facts(self.fit.smallest),
+            "best": self._choice_facts(self.fit.best),
+            "next_faster": self._choice_facts(self.fit.next_faster),
+            "smallest": self._choice_facts(self.fit.smallest),
             "kept": [asdict(each) for each in self.kept],
             "savings": [asdict(each) for each in self.savings],
+            "alternatives": [each.facts() for each in self.alternatives],
         }
 
-    def _candidate_facts(self, candidate: Candidate | None) -> dict[str, object] | None:
-        if candidate is None:
+    def _choice_facts(self, choice: Choice | None) -> dict[str, object] | None:
+        if choice is None:
             return None
         return {
-            "command": self._command(candidate),
-            "changes": self._changes(candidate),
-            "step_seconds": candidate.seconds,
-            "samples_per_second": self.run.sizes.num_samples / candidate.seconds,
-            "peak_gib": candidate.peak_gib,
-            "peak_at": candidate.peak_at,
-            "largest": dict(largest_items(self.run, candidate.settings, candidate.peak_at)),
+            "command": self._command(choice),
+            "changes": choice.words(),
+            "step_seconds": choice.seconds,
+            "samples_per_second": self.num_samples / choice.seconds,
+            "peak_gib": choice.peak_gib,
+            "peak_at": choice.peak_at,
+            "largest": dict(choice.items),
         }
 
-    def _best(self, best: Candidate) -> Iterator[str]:
+    def _best(self, best: Choice) -> Iterator[str]:
         yield f"fastest    {self._command(best)}"
-        rate = self.run.sizes.num_samples / best.seconds
+        rate = self.num_samples / best.seconds
         yield (
             f"           {best.seconds:.4g} s a step, {rate:.4g} samples per second; "
-            f"peak {best.peak_gib:.1f} of {usable(self.memory_gib):.1f} GiB ({best.peak_at})"
+            f"peak {best.peak_gib:.1f} of {usable(self.memory_gib):.1f} GiB ({best.at})"
         )
         faster = self.fit.next_faster
         if faster is None:
@@ -142,21 +141,18 @@ class FitReport:
         yield f"           does not fit: {faster.seconds:.4g} s a step; {self._excess(faster)}"
 
     def _nothing_fits(self) -> Iterator[str]:
-        """Lists the settings that save memory, the smallest peak that they reach, and the memory that this needs."""
+        """Lists what saves memory, the smallest peak, the memory that this needs, and the nearest recipes that fit."""
         smallest = self.fit.smallest
         yield "nothing fits"
         if self.savings:
             yield "saves      GiB   at a moment that does not fit"
         for saving in self.savings:
             yield f"           {saving.gib:<8,.2f} {saving.word} ({saving.moment})"
-        changes = overrides(self.run, smallest.settings)
+        changes = smallest.words()
         yield f"smallest   {' '.join(changes) if changes else 'no setting saves memory'}"
         yield f"           {self._excess(smallest)}"
-        needed = smallest.peak_gib / usable(1.0)
-        yield (
-            f"           devices with {needed:,.0f} GiB would do; "
-            "so might more devices (--devices), smaller samples or LoRA"
-        )
+        yield f"           devices with {smallest.peak_gib / usable(1.0):,.0f} GiB would do"
+        yield from alternative_lines(self.alternatives)
 
     def _kept_lines(self) -> Iterator[str]:
         for kept in self.kept:
@@ -166,23 +162,15 @@ class FitReport:
                 outcome = f"a step would take {seconds:.4g} s with {word}"
             yield f"kept       {kept.key}, as typed; {outcome}"
 
-    def _command(self, candidate: Candidate) -> str:
-        """The command line with the settings of a candidate."""
-        return shlex.join(["unirl", "train", self.recipe, *self.words, *self._changes(candidate)])
+    def _command(self, choice: Choice) -> str:
+        """The command line with these settings."""
+        return shlex.join(["unirl", "train", self.recipe, *self.words, *choice.words()])
 
-    def _changes(self, candidate: Candidate) -> list[str]:
-        """The words that make the candidate of the recipe."""
-        changes = overrides(self.run, candidate.settings)
-        chosen = self.run.geometry.micro_is_auto and not any(word.startswith(f"{MICRO.key}=") for word in changes)
-        # With other settings, `auto` may choose another number.
-        return [*changes, f"{MICRO.key}={candidate.settings.micro_rows}"] if chosen and changes else changes
-
-    def _excess(self, candidate: Candidate) -> str:
-        """The peak of a candidate, its excess over the memory, and the largest items at that moment."""
+    def _excess(self, choice: Choice) -> str:
+        """The peak of a choice, its excess over the memory, and the largest items at that moment."""
         return (
-            f"its peak is {candidate.peak_gib:,.1f} GiB ({candidate.peak_at}), "
-            f"{candidate.peak_gib - usable(self.memory_gib):,.1f} more than fits: "
-            f"{items_text(self.run, candidate.settings, candidate.peak_at)}"
+            f"its peak is {choice.peak_gib:,.1f} GiB ({choice.at}), "
+            f"{choice.peak_gib - usable(self.memory_gib):,.1f} more than fits: {choice.items_text}"
         )
 
 
@@ -193,32 +181,50 @@ def report_of(recipe: str, words: Sequence[str], device: Device, memory_gib: flo
         words: the settings of the command line, which are kept.
     """
     loaded = checked(recipe, words)
-    if len(loaded.policies) > 1:
-        raise IncompatibleError(
-            f"{recipe} trains {' and '.join(loaded.policies)}, and fit searches the settings of one policy. See the "
-            "sizes of both with `unirl plan`"
-        )
     typed = typed_keys(loaded)
-    kept = [rung.key for rung in RUNGS if rung.key in typed]
     result = []
-    for placed, sizes in placements(recipe, words, loaded, typed):
-        run = with_auto_micro(with_auto_tiling(sizes, loaded.config, memory_gib), device, memory_gib)
-        result.append((placed, run, search(run, device, memory_gib, kept)))
-    placed, run, fit = min(result, key=lambda item: _rank(item[2]))
+    for placed, each in placements(recipe, words, loaded, typed):
+        policies = policy_runs(each, device, memory_gib)
+        if policies is None:
+            raise IncompatibleError(
+                f"{recipe}: {_without_sizes(loaded)} cannot say the size of its model without loading it, so nothing "
+                "can be searched. Try a run with memory_check=warn"
+            )
+        result.append((placed, policies, search_together(policies, device, memory_gib, free_rungs(policies, typed))))
+    placed, policies, fit = min(result, key=lambda item: _rank(item[2]))
+    kept = [policy.key(rung) for policy in policies.values() for rung in RUNGS if policy.key(rung) in typed]
+    free = free_rungs(policies, kept)
+    last = list(policies.values())[-1].runs[-1]
     return FitReport(
         recipe=recipe,
         words=[*words, *placed],
-        run=run,
+        num_samples=last.sizes.num_samples,
         num_devices=loaded.config.num_devices,
         device=device,
         memory_gib=memory_gib,
         fit=fit,
-        kept=[_kept(run, device, memory_gib, kept, key, fit) for key in kept],
-        savings=savings(run, memory_gib, kept) if fit.best is None else (),
+        kept=[_kept(policies, device, memory_gib, kept, key, fit) for key in kept],
+        savings=savings_together(policies, memory_gib, free) if fit.best is None else (),
+        alternatives=alternatives(recipe, words, device, memory_gib) if fit.best is None else (),
     )
 
 
-def _rank(fit: Fit) -> tuple[bool, float]:
+def alternative_lines(found: Sequence[Alternative]) -> Iterator[str]:
+    """The nearest recipes that fit, for people."""
+    if not found:
+        yield "nearest    nothing near fits: use larger devices, or smaller samples"
+    for number, each in enumerate(found):
+        yield f"{'nearest    ' if number == 0 else 'or         '}{each.command}"
+        yield f"           {each.describe()}"
+
+
+def _without_sizes(recipe: Recipe) -> str:
+    """The name of a bundle class that cannot say the sizes of its model."""
+    unknown = (sizes.config.bundle for sizes in sizes_of_policies(recipe).values() if sizes.run is None)
+    return next(unknown).class_name
+
+
+def _rank(fit: JointFit) -> tuple[bool, float]:
     """The order of placements: first those that fit, the fastest first; then by the smallest peak."""
     return (True, fit.smallest.peak_gib) if fit.best is None else (False, fit.best.seconds)
 
@@ -228,31 +234,40 @@ def typed_keys(recipe: Recipe) -> set[str]:
     return {key for key, _ in leaves(recipe.composed.layers[-1].tree)}
 
 
-def _kept(run: RunSizes, device: Device, memory_gib: float, kept: Sequence[str], key: str, fit: Fit) -> KeptSetting:
+def _kept(
+    policies: Mapping[str, PolicyRuns],
+    device: Device,
+    memory_gib: float,
+    kept: Sequence[str],
+    key: str,
+    fit: JointFit,
+) -> KeptSetting:
     """A kept setting, and what a search that may change it finds."""
-    freed = search(run, device, memory_gib, [each for each in kept if each != key]).best
+    free = free_rungs(policies, [each for each in kept if each != key])
+    freed = search_together(policies, device, memory_gib, free).best
     if freed is None or (fit.best is not None and freed.seconds >= FASTER * fit.best.seconds):
         return KeptSetting(key, None)
-    word = next((each for each in overrides(run, freed.settings) if each.startswith(f"{key}=")), None)
+    word = next((each for each in freed.words() if each.startswith(f"{key}=")), None)
     return KeptSetting(key, None if word is None else (word, freed.seconds))
 
 
 def placements(
     recipe: str, words: Sequence[str], loaded: Recipe, typed: Collection[str]
-) -> Iterator[tuple[list[str], RunSizes]]:
-    """The recipe as it is written and, if its engine has weights of its own, its other placements.
+) -> Iterator[tuple[list[str], Recipe]]:
+    """The recipe as it is written and, if an engine has weights of its own, its other placements.
 
-    Yields the words that make each placement, and the sizes of the run. A placement of the command line is kept.
+    Yields the words that make each placement, and the recipe. A placement of the command line is kept.
     """
-    config = loaded.config
-    yield [], RunSizes.of(config)
+    yield [], loaded
+    num_devices = loaded.config.num_devices
     is_typed = any(key.partition(".")[0] == "placement" for key in typed)
-    if is_typed or not plan_of(config).is_dedicated or config.num_devices < 2:
+    is_dedicated = any(plan_of(policy).is_dedicated for policy in loaded.policies.values())
+    if is_typed or not is_dedicated or num_devices < 2:
         return
-    last, half = config.num_devices - 1, config.num_devices // 2
+    last, half = num_devices - 1, num_devices // 2
     for train, rollout in ((f"0-{last}", f"0-{last}"), (f"0-{half - 1}", f"{half}-{last}")):
         word = f"placement={{train: {train}, rollout: {rollout}}}"
         try:
-            yield [word], RunSizes.of(checked(recipe, [*words, word]).config)
+            yield [word], checked(recipe, [*words, word])
         except ConfigError:
             continue  # this recipe cannot be placed like that

@@ -3,21 +3,25 @@
 import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 
 import yaml
 
 from unirl.cli.arguments import parse_recipe, recipe_parser
 from unirl.cli.check import checked
+from unirl.config.errors import MemoryShortageError
 from unirl.config.failures import Session
 from unirl.config.load import Recipe
 from unirl.config.recipe import keys_of_policy
 from unirl.plan import cost
+from unirl.plan.alternatives import alternatives
 from unirl.plan.credit import credit_of_tracks
 from unirl.plan.devices import Device, device_named
-from unirl.plan.fit import best_changes, moment_peaks, usable
-from unirl.plan.geometry import geometry_table
+from unirl.plan.fit import best_changes, items_text, moment_peaks, usable
+from unirl.plan.geometry import count_of, geometry_table
+from unirl.plan.machine import CERTAIN
 from unirl.plan.micro_batch import with_auto_micro
 from unirl.plan.preflight import trainer_class
 from unirl.plan.sizes import RecipeSizes, RunSizes, WeightTransfer, resident_parts, sizes_of_policies
@@ -49,32 +53,114 @@ def run(argv: list[str], session: Session) -> int:
 
 def show_plan(name: str, overrides: Sequence[str], as_json: bool = False, device: str | None = None) -> int:
     """Prints the plan of a recipe. Returns the exit status."""
-    chosen, _ = device_named(device)
+    chosen, is_assumed = device_named(device)
     recipe = checked(name, overrides)
+    sizes = sizes_of_policies(recipe)
+    total = Total({policy: run_on(chosen, each) for policy, each in sizes.items()}, chosen)
     if as_json:
-        sizes = sizes_of_policies(recipe)
-        facts = {name: plan_facts(recipe.alone(name), sizes[name], chosen) for name in recipe.policies}
-        print(json.dumps(facts if len(facts) > 1 else next(iter(facts.values())), indent=1))
+        facts = {policy: plan_facts(recipe.alone(policy), sizes[policy], chosen) for policy in recipe.policies}
+        several = {"policies": facts, "total": total.facts()}
+        print(json.dumps(several if len(facts) > 1 else next(iter(facts.values())), indent=1))
     else:
-        print(plan_text(recipe, device))
+        print(plan_text(recipe, device, sizes))
+    if not is_assumed:
+        refuse_excess(name, overrides, total)
     return 0
 
 
-def plan_text(recipe: Recipe, device: str | None = None) -> str:
-    """The plan of a recipe for people, on a device of the table. None: this machine's."""
-    sizes = sizes_of_policies(recipe)
+@dataclass(frozen=True)
+class Total:
+    """A step of all policies of a recipe on a device. They work one after the other."""
+
+    runs: Mapping[str, RunSizes]
+    """The policies by name, each with what the others keep on its devices."""
+    device: Device
+
+    @cached_property
+    def seconds(self) -> dict[str, float]:
+        """Seconds of a step of each policy."""
+        return {name: cost.step_seconds(run.sizes, run.settings, self.device) for name, run in self.runs.items()}
+
+    @cached_property
+    def peaks(self) -> dict[str, tuple[float, str]]:
+        """GiB at the peak of each policy, and its moment."""
+        return {name: _peak(run) for name, run in self.runs.items()}
+
+    @property
+    def largest(self) -> str:
+        """The policy with the highest peak."""
+        return max(self.peaks, key=lambda name: self.peaks[name][0])
+
+    @property
+    def peak_text(self) -> str:
+        """The moment of the peak for people."""
+        moment = self.peaks[self.largest][1]
+        return f"{moment} of {self.largest}" if self.largest else moment
+
+    def facts(self) -> dict[str, object]:
+        """The total as JSON values."""
+        gib, moment = self.peaks[self.largest]
+        return {
+            "step_seconds": sum(self.seconds.values()),
+            "peak_gib": gib,
+            "peak_at": moment,
+            "peak_of": self.largest,
+            "fits": gib <= usable(self.device.memory_gib),
+        }
+
+    def text(self, num_rollouts: int) -> str:
+        """The total for people."""
+        lines = ["total      all tracks, one after the other"]
+        for name, seconds in self.seconds.items():
+            gib, moment = self.peaks[name]
+            lines.append(f"             {name:<12}{clock(seconds):>9}   peak {gib:,.1f} GiB ({moment})")
+        step, (gib, _) = sum(self.seconds.values()), self.peaks[self.largest]
+        lines.append(
+            f"             {'step':<12}{clock(step):>9}   {num_rollouts:,} steps take {duration(step * num_rollouts)}"
+        )
+        return "\n".join([*lines, _room_text(gib, self.peak_text, self.device)])
+
+
+def refuse_excess(name: str, overrides: Sequence[str], total: Total) -> None:
+    """Refuses a recipe that does not fit a device, and names the nearest recipes that do.
+
+    Raises:
+        MemoryShortageError: 5002 where a run would refuse to start, too.
+    """
+    device, (gib, moment) = total.device, total.peaks[total.largest]
+    if gib <= CERTAIN * device.memory_gib:
+        return
+    nearest = alternatives(name, overrides, device, device.memory_gib)
+    ways = "".join(f"\n  {each.command}\n    {each.describe()}" for each in nearest)
+    largest = items_text([total.runs[total.largest]], {}, moment)
+    raise MemoryShortageError(
+        f"{name} does not fit {device.name}: the plan's peak is {gib:.1f} GiB on a device (at {total.peak_text}: "
+        f"{largest}), and {usable(device.memory_gib):.1f} of its {device.memory_gib:.1f} GiB can be planned for. "
+        + (f"The nearest that fits:{ways}" if nearest else "Nothing near fits: use larger devices, or smaller samples")
+    )
+
+
+def plan_text(recipe: Recipe, device: str | None = None, sizes: Mapping[str, RecipeSizes] | None = None) -> str:
+    """The plan of a recipe for people, on a device of the table. None: this machine's.
+
+    Args:
+        sizes: the sizes of its policies, if they are known.
+    """
+    sizes = sizes_of_policies(recipe) if sizes is None else sizes
     texts = {name: _policy_text(recipe.alone(name), sizes[name], device) for name in recipe.policies}
     if len(texts) == 1:
         return next(iter(texts.values()))
     named = [f"{name}\n{keys_of_policy(text, recipe.policies[name])}" for name, text in texts.items()]
-    closing = (
-        "The tracks share one network: its weights, gradients and optimizer stand in each plan, and exist once."
-        if recipe.shares_weights
-        else "The sums of each policy contain what the others keep on its devices while they wait."
-    )
+    closing = ["The sums of each track contain what the others keep on its devices while they wait."]
+    if recipe.shares_weights:
+        closing.append(
+            "The tracks share one network: its weights, gradients and optimizer stand in each plan, and exist once."
+        )
+    chosen, _ = device_named(device)
+    total = Total({name: run_on(chosen, each) for name, each in sizes.items()}, chosen)
     rewards = credit_of_tracks(recipe, trainer_class(recipe.config).track)
     table = "\n".join(f"{'' if i else 'rewards':<11}{name}: {text}" for i, (name, text) in enumerate(rewards.items()))
-    return "\n\n".join([*named, table, closing])
+    return "\n\n".join([*named, table, total.text(recipe.config.num_rollouts), "\n".join(closing)])
 
 
 def plan_facts(recipe: Recipe, sizes: RecipeSizes, device: Device) -> dict[str, object]:
@@ -94,12 +180,13 @@ def plan_facts(recipe: Recipe, sizes: RecipeSizes, device: Device) -> dict[str, 
         "settings": asdict(plan.settings),
         "memory_gib": [asdict(row) for row in (row for _, row in plan.memory)],
         "device": asdict(device),
+        "fits": _peak(plan)[0] <= usable(device.memory_gib),
         "time": {name: asdict(phase) for name, phase in times.items()},
         "step_seconds": seconds,
         "samples_per_second": plan.sizes.num_samples / seconds,
         "made": made_by(plan),
         "made_per_second": _num_made(plan) / seconds,
-        "changes": [asdict(gain) for gain in best_changes(plan, device, device.memory_gib)],
+        "changes": [asdict(gain) for gain in best_changes([plan], device, device.memory_gib)],
     }
 
 
@@ -126,7 +213,7 @@ def _policy_text(recipe: Recipe, sizes: RecipeSizes, device: str | None) -> str:
             *([f"decode     in tiles, chosen for {chosen.name} (pipeline.vae_tiling)"] if tiled else []),
             f"parameters {_count(plan.sizes.trainable_parameters * plan.sizes.is_trained)} trained; {listed}",
             _memory_text([(home.words, row) for home, row in plan.memory]),
-            _room_text(plan, chosen),
+            _room_text(*_peak(plan), chosen),
             _time_text(plan, chosen, about, recipe.config.num_rollouts),
             f"measured   {_measured_text(recipe)}",
         ]
@@ -135,8 +222,8 @@ def _policy_text(recipe: Recipe, sizes: RecipeSizes, device: str | None) -> str:
 
 def _rows_text(plan: RunSizes) -> str:
     if not plan.chooses_rows:
-        return f"about {plan.settings.forward_rows} rows in one forward, which the server chooses"
-    return f"{plan.settings.forward_rows} rows in one forward (rollout.forward_batch_size)"
+        return f"about {count_of(plan.settings.forward_rows, 'row')} in one forward, which the server chooses"
+    return f"{count_of(plan.settings.forward_rows, 'row')} in one forward (rollout.forward_batch_size)"
 
 
 def _micro_text(plan: RunSizes, device: Device) -> str:
@@ -146,15 +233,21 @@ def _micro_text(plan: RunSizes, device: Device) -> str:
             f"train      at most {plan.geometry.micro_batch_tokens} tokens in a micro-batch (stack.micro_batch_tokens)"
         )
     auto = f", chosen for {device.name}" if plan.geometry.micro_is_auto else ""
-    return f"train      {plan.settings.micro_rows} rows in a micro-batch (stack.micro_batch_size{auto})"
+    return f"train      {count_of(plan.settings.micro_rows, 'row')} in a micro-batch (stack.micro_batch_size{auto})"
 
 
-def _room_text(plan: RunSizes, device: Device) -> str:
-    """One line that compares the peak of the run with the memory of a device."""
-    peaks, room = moment_peaks(plan, plan.settings), usable(device.memory_gib)
+def _room_text(gib: float, at: str, device: Device) -> str:
+    """One line that compares a peak with the memory of a device."""
+    room = usable(device.memory_gib)
+    fits = f"fits {device.name}" if gib <= room else f"does not fit {device.name}. `unirl fit` searches settings"
+    return f"             peak {gib:,.1f} of {room:.1f} GiB ({at}): {fits}"
+
+
+def _peak(plan: RunSizes) -> tuple[float, str]:
+    """GiB at the peak of a run, and its moment."""
+    peaks = moment_peaks(plan, plan.settings)
     at = max(peaks, key=lambda moment: peaks[moment])
-    fits = f"fits {device.name}" if peaks[at] <= room else f"does not fit {device.name}. `unirl fit` searches settings"
-    return f"             peak {peaks[at]:,.1f} of {room:.1f} GiB ({at}): {fits}"
+    return peaks[at], at
 
 
 def _time_text(plan: RunSizes, device: Device, about: str, num_rollouts: int) -> str:
@@ -174,7 +267,7 @@ def _time_text(plan: RunSizes, device: Device, about: str, num_rollouts: int) ->
         f"{num_rollouts:,} steps take {duration(seconds * num_rollouts)}"
     )
     lines += [f"             {what}" for what in _not_predicted(sizes)]
-    for gain in best_changes(plan, device, device.memory_gib):
+    for gain in best_changes([plan], device, device.memory_gib):
         fits = "" if gain.peak_gib <= usable(device.memory_gib) else ", which does not fit"
         lines.append(f"           {clock(gain.seconds)} a step with {gain.word}; peak {gain.peak_gib:,.1f} GiB{fits}")
     return "\n".join(lines)
@@ -267,7 +360,7 @@ def _count(number: int) -> str:
 
 def _memory_text(rows: Sequence[tuple[str, cost.MemoryRow]]) -> str:
     """One block per device set. A dash means that the item is not on the device at this moment."""
-    lines = [f"memory     {'GiB per device, estimated':<31}{''.join(f'{moment:>8}' for moment in cost.MOMENTS)}"]
+    lines = [f"memory     {'GiB per device, estimated':<33}{''.join(f'{moment:>8}' for moment in cost.MOMENTS)}"]
     device_sets = list(dict.fromkeys(home for home, _ in rows))
     for device_set in device_sets:
         here = [row for home, row in rows if home == device_set]
@@ -279,4 +372,4 @@ def _memory_text(rows: Sequence[tuple[str, cost.MemoryRow]]) -> str:
 
 def _memory_line(name: str, gib: Mapping[str, float]) -> str:
     cells = [f"{gib_text(gib[moment]):>8}" if gib[moment] else f"{'-':>8}" for moment in cost.MOMENTS]
-    return f"             {name:<29}{''.join(cells)}"
+    return f"             {name:<31}{''.join(cells)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -89,7 +90,7 @@ class TrackingConfig:
     offline: bool = False
     """Services write to local files and never use the network."""
     sample_steps: NonNegative = 10
-    """Keep samples every this many steps; 0 = never."""
+    """Keep samples every this many steps and after the last step; 0 = never."""
     max_samples: Positive = 16
     """Samples that are kept each time."""
 
@@ -226,9 +227,14 @@ class RecipeConfig(RunSettings, PolicyConfig):
         return {"": self}
 
     @property
-    def parents_per_prompt(self) -> int:
-        """Samples of the parent track for each prompt of the data; 1 for the policy of a root track."""
-        return 1
+    def parents(self) -> tuple[tuple[str, int], ...]:
+        """The tracks that this one continues, the first one first, and the samples of each row of the one before it."""
+        return ()
+
+    @property
+    def data_prompts(self) -> int:
+        """Prompts of the data in a step."""
+        return self.batch_size // math.prod(count for _, count in self.parents)
 
     def path_of(self, block: str) -> str:
         """The key of a block of this policy, as the recipe writes it: `stack`, `ar.stack` or `algorithm.image`."""
@@ -341,11 +347,11 @@ class ChildConfig(RecipeConfig):
 
     parent: RecipeConfig
     """The recipe as the policy of the parent track sees it."""
+    parent_track: str
 
     @property
-    def parents_per_prompt(self) -> int:
-        """Samples of the parent track for each prompt of the data."""
-        return self.parent.parents_per_prompt * self.parent.samples_per_prompt
+    def parents(self) -> tuple[tuple[str, int], ...]:
+        return *self.parent.parents, (self.parent_track, self.parent.samples_per_prompt)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -462,14 +468,15 @@ def seen_by_tracks(
     untrained = shared | {"evaluation": replace(settings.evaluation, weights="live")}
     views: dict[str, RecipeConfig] = {}
     parent: RecipeConfig | None = None
+    parent_track = ""
     for track, own in blocks.items():
         of_track = {**(shared if track in trained else untrained), **own}
         if parent is None:
             parent = RecipeConfig(**of_track)
         else:
             of_track["batch_size"] = parent.batch_size * parent.samples_per_prompt
-            parent = ChildConfig(**of_track, parent=parent)
-        views[track] = parent
+            parent = ChildConfig(**of_track, parent=parent, parent_track=parent_track)
+        views[track], parent_track = parent, track
     return views
 
 

@@ -80,6 +80,9 @@ class Settings:
     """Gathered blocks are freed after their forward pass."""
     prefetched: int = 0
     """Blocks that are gathered ahead of the one that runs (backend.fsdp_cfg.prefetch_blocks)."""
+    gathers_once: bool = True
+    """Sampling gathers the sharded weights once per rollout, or else block by block in each forward pass
+    (rollout.gather_weights)."""
     deferred: bool = False
     """Gradients are reduced once per update, so each device holds all of them until then."""
     keep_resident: bool = True
@@ -105,6 +108,8 @@ class Network:
     num_blocks: int
     active_parameters: int  # that one row needs
     idle_parameters: int = 0  # of these, that one token does not run
+    copied_parameters: int = 0  # that every forward pass copies
+    copied_at_once: int = 0  # of these, in one copy
     cache_width: int = 0  # numbers that sampling caches per token
     prompt_tokens: int = 0  # of a language model
     vocabulary: int = 0
@@ -135,6 +140,8 @@ class Sizes:
     """The sizes of a recipe on one device, without the settings that `unirl fit` chooses."""
 
     policy_parameters: int
+    block_parameters: int = 0  # of these, in blocks, which are gathered one at a time
+    largest_block: int = 0
     kept_in_fp32: int = 0
     buffers: int = 0  # numbers of the trained module that are no parameters, and are never sharded
     encoder_parameters: int = 0
@@ -146,6 +153,7 @@ class Sizes:
     num_loaded_snapshots: int = 0  # from other checkpoints; each is a whole module, also with adapters
     swaps_weights: bool = False  # the loss reads outputs of a snapshot
     engine_dtype_bytes: int = 0  # of a dedicated engine's network; 0 = the engine borrows the trained one
+    can_sample_sharded: bool = False  # the engine that borrows it can sample with sharded weights
     engine_eight_bit: int = 0  # parameters of the engine's network that are stored in eight bits
     network: Network
     decoding: DecodingCost = field(default_factory=DecodingCost)
@@ -174,7 +182,11 @@ class Sizes:
     sync_crosses: bool = False  # the engine is on other nodes than the trainer
     devices_per_node: int | None = None  # None: one node has all devices
     is_trained: bool = True
-    """False for a policy that only samples: it has no gradients and no optimizer state."""
+    """False for a policy whose weights never change: it has no optimizer state."""
+    has_loss: bool = True
+    """False for a policy that only samples. The losses of other tracks may train its network."""
+    num_aside: int = 0
+    """Gradients that an update sets aside until those of all tracks are known (stack.balance)."""
     takes_turns: bool = False
     """Engine and trainer take turns on the same devices, so both are moved in every step."""
 
@@ -208,7 +220,9 @@ def memory_table(sizes: Sizes, settings: Settings, resident: Mapping[str, Collec
     return [_row(item, {moment for moment in item[3] if item[1] in here[moment]}) for item in items]
 
 
-def waiting_table(sizes: Sizes, settings: Settings, resident: Mapping[str, Collection[str]]) -> list[MemoryRow]:
+def waiting_table(
+    sizes: Sizes, settings: Settings, resident: Mapping[str, Collection[str]], shares_weights: bool = False
+) -> list[MemoryRow]:
     """The rows of a policy that waits, at the moments of another one that works.
 
     It keeps what exists at all moments of its own step, and from the reward on its rows of the step, which are released
@@ -216,10 +230,12 @@ def waiting_table(sizes: Sizes, settings: Settings, resident: Mapping[str, Colle
 
     Args:
         resident: phase of the policy that works to the parts of the waiting one that are on their devices.
+        shares_weights: both are tracks of one network, which the table of the one that works contains.
     """
     here = {moment: resident[phase] for phase, moments in STEP_PHASES.items() for moment in moments}
     items = (*_weights(sizes, settings), *_training(sizes, settings), *_sampling(sizes, settings))
-    lasting = [item for item in items if tuple(item[3]) == MOMENTS]
+    kept = [item for item in items if item[1] == "reward" or not shares_weights]
+    lasting = [item for item in kept if tuple(item[3]) == MOMENTS]
     stored = [item for item in _rows(sizes) if set(WAITING) <= set(item[3])]
     return [
         *(_row(item, {moment for moment in MOMENTS if item[1] in here[moment]}) for item in lasting),
@@ -252,6 +268,17 @@ def adapter_bytes(sizes: Sizes) -> int:
     return 0 if sizes.full_training else sizes.trainable_parameters * MASTER_BYTES
 
 
+def unblocked_bytes(sizes: Sizes) -> float:
+    """Bytes of what is in no block of the trained module, such as embeddings, and is gathered as one."""
+    return (sizes.policy_parameters - sizes.block_parameters) * sizes.dtype_bytes + adapter_bytes(sizes)
+
+
+def gathered_blocks(sizes: Sizes, settings: Settings) -> float:
+    """Bytes of the blocks that are gathered at one time: the one that runs, and those ahead of it, at least one."""
+    at_once = 1 + max(settings.prefetched, 1)
+    return min(at_once * sizes.largest_block, sizes.block_parameters) * sizes.dtype_bytes
+
+
 def _weights(sizes: Sizes, settings: Settings) -> Iterator[Item]:
     shards = settings.num_shards
     policy, adapters = policy_bytes(sizes) / shards, adapter_bytes(sizes) / shards
@@ -267,19 +294,23 @@ def _weights(sizes: Sizes, settings: Settings) -> Iterator[Item]:
 
 
 def _training(sizes: Sizes, settings: Settings) -> Iterator[Item]:
-    if not sizes.is_trained:
+    if not sizes.has_loss:
         return
     network, shards = sizes.network, settings.num_shards
     trainable = sizes.trainable_parameters * MASTER_BYTES
     yield "gradients", "policy", trainable / (1 if settings.deferred else shards), ("train",)
+    yield "gradients, set aside", "policy", sizes.num_aside * trainable / shards, ("train",)
     whole = sizes.policy_parameters * sizes.dtype_bytes
     if shards > 1:
-        # A block and those ahead of it, or all of them from their forward pass to the backward pass.
-        at_once = 1 + max(settings.prefetched, 1)
-        fraction = min(at_once / network.num_blocks, 1.0) if settings.reshard else 1.0
-        yield "gathered blocks", "policy", whole * fraction, ("anchors", "train")
+        # Blocks that are not freed stay from their forward pass to the backward pass.
+        blocks = gathered_blocks(sizes, settings) if settings.reshard else sizes.block_parameters * sizes.dtype_bytes
+        canary = ("sync",) if sizes.engine_dtype_bytes else ()
+        yield "gathered blocks", "policy", unblocked_bytes(sizes) + blocks, (*canary, "anchors", "train")
     elif sizes.full_training and sizes.dtype_bytes < MASTER_BYTES:
         yield "casts of the weights", "policy", whole, ("anchors", "train")
+    # The backward pass has the gradients of the copied weights as well, if these are trained.
+    copied = network.copied_at_once * sizes.dtype_bytes
+    yield "copies of experts", "policy", copied * (1 + sizes.full_training), ("anchors", "train")
     rows = settings.micro_rows * sizes.trained_rows * sizes.steps_per_forward
     per_channel = rows * network.tokens * network.width * sizes.dtype_bytes
     one_block = per_channel * ACTIVATION_BYTES_PER_BLOCK
@@ -298,21 +329,25 @@ def _sampling(sizes: Sizes, settings: Settings) -> Iterator[Item]:
     network, borrows = sizes.network, sizes.engine_dtype_bytes == 0
     part, frozen = ("policy", "frozen") if borrows else ("engine", "engine")
     generate = STEP_PHASES["generate"]
+    sampled = ("sample", "decode") if settings.decode_ahead else ("sample",)
     if not borrows:
         yield "engine weights", part, engine_bytes(sizes) + adapter_bytes(sizes), MOMENTS
     elif settings.num_shards > 1:
-        gathered = sizes.policy_parameters * sizes.dtype_bytes + adapter_bytes(sizes)
-        yield "gathered weights", part, gathered, generate
+        blocks = sizes.block_parameters * sizes.dtype_bytes if settings.gathers_once else 0
+        yield "gathered weights", part, unblocked_bytes(sizes) + blocks, generate
+        at_once = 0 if settings.gathers_once else gathered_blocks(sizes, settings)
+        yield "gathered blocks, sampling", part, at_once, sampled
     elif sizes.full_training and sizes.dtype_bytes < MASTER_BYTES:
         yield "casts of the weights, sampling", part, sizes.policy_parameters * sizes.dtype_bytes, generate
     always = settings.keep_resident
     yield "encoders", frozen, sizes.encoder_parameters * sizes.dtype_bytes, MOMENTS if always else ("encode",)
     yield "VAE", frozen, sizes.vae_parameters * sizes.decoding.dtype_bytes, MOMENTS if always else ("decode",)
+    copied = network.copied_at_once * sizes.dtype_bytes
+    yield "copies of experts, sampling", part, copied, ("sample",)
     rows = settings.forward_rows * sizes.network_rows / settings.guidance_passes
     # A language model reads the prompts, some at a time, and then one token of each response.
     at_once = max(PREFILL_TOKENS, network.tokens) if network.cache_width else rows * network.tokens
     per_channel = min(at_once, rows * network.tokens) * network.width * sizes.dtype_bytes
-    sampled = ("sample", "decode") if settings.decode_ahead else ("sample",)
     yield "activations of sampling", part, per_channel * LIVE_BYTES_WITHOUT_GRAD, sampled
     cached = settings.forward_rows * sizes.network_rows * network.tokens * network.cache_width * sizes.dtype_bytes
     yield "keys and values", part, cached, ("sample",)
@@ -428,7 +463,7 @@ def forward_work(sizes: Sizes, settings: Settings, rows: float) -> Work:
     traffic = rows * network.layer_numbers * sizes.dtype_bytes * (TRAFFIC + CAST_TRAFFIC * has_casts) * saved
     launches = network.num_layers * (LAUNCHES_PER_LAYER + CASTS_PER_LAYER * has_casts)
     launches += network.num_adapted * LAUNCHES_PER_ADAPTER
-    weights = network.active_parameters * sizes.dtype_bytes
+    weights = (network.active_parameters + 2 * network.copied_parameters) * sizes.dtype_bytes
     return Work(flops, flops, traffic=traffic + weights, launches=launches * saved)
 
 
@@ -451,11 +486,24 @@ def collective(num_bytes: float, group: int, per_node: int) -> Work:
     return Work(gathered=num_bytes, crossing=num_bytes / per_node if group > per_node else 0.0)
 
 
-def gather_work(sizes: Sizes, settings: Settings) -> Work:
-    """Gathering the trained module once, from the devices that share a copy."""
+def gather_work(sizes: Sizes, settings: Settings, num_bytes: float | None = None) -> Work:
+    """Gathering the trained module once, or so many bytes of it, from the devices that share a copy."""
     shards = settings.num_shards
-    num_bytes = (1 - 1 / shards) * sizes.network.active_parameters * sizes.dtype_bytes
-    return collective(num_bytes, shards, min(shards, sizes.devices_per_node or shards))
+    whole = sizes.network.active_parameters * sizes.dtype_bytes if num_bytes is None else num_bytes
+    return collective((1 - 1 / shards) * whole, shards, min(shards, sizes.devices_per_node or shards))
+
+
+def sampling_gathers(sizes: Sizes, settings: Settings, num_forwards: float) -> Work:
+    """The gathers of a rollout with sharded weights: the whole module once, or its blocks in each forward pass.
+
+    Devices work in step, so each gathers as often as the one with the most forward passes, whichever blocks it runs.
+    """
+    if sizes.engine_dtype_bytes or settings.num_shards == 1:
+        return Work()
+    if settings.gathers_once:
+        return gather_work(sizes, settings)
+    blocks = gather_work(sizes, settings, sizes.block_parameters * sizes.dtype_bytes)
+    return gather_work(sizes, settings, unblocked_bytes(sizes)) + blocks.times(num_forwards)
 
 
 def reduce_work(sizes: Sizes, settings: Settings) -> Work:
@@ -479,8 +527,6 @@ def generate_work(sizes: Sizes, settings: Settings) -> Work:
     if not settings.keep_resident:
         moved = sizes.encoder_parameters * sizes.dtype_bytes + sizes.vae_parameters * sizes.decoding.dtype_bytes
         work += Work(host_s=moved / HOST_BANDWIDTH)  # frozen weights stay in main memory, too, so they only come
-    if borrows and settings.num_shards > 1:
-        work += gather_work(sizes, settings)
     if sizes.takes_turns:
         work += Work(host_s=2 * engine_bytes(sizes) / HOST_BANDWIDTH)
     if sizes.network.cache_width:
@@ -488,7 +534,8 @@ def generate_work(sizes: Sizes, settings: Settings) -> Work:
     chunk = rows / math.ceil(rows / settings.forward_rows)  # the mean, since the last chunk may be smaller
     forward = forward_work(sizes, settings, chunk * sizes.network_rows / settings.guidance_passes)
     forward += casts_work(sizes, settings) if borrows else Work()
-    work += forward.times(sizes.num_steps * settings.guidance_passes * rows / chunk)
+    num_forwards = sizes.num_steps * settings.guidance_passes * rows / chunk
+    work += forward.times(num_forwards) + sampling_gathers(sizes, settings, num_forwards)
     decoding = sizes.decoding.flops * rows
     slower = TF32 if sizes.decoding.dtype_bytes == 4 else 1.0
     return work + Work(slower * decoding, decoding, traffic=2 * rows * sizes.decoding.made_bytes)
@@ -502,10 +549,12 @@ def tokens_work(sizes: Sizes, settings: Settings, rows: float) -> Work:
     prefill = 2.0 * run * network.prompt_tokens * rows
     flops = 2.0 * run * slots
     context = network.prompt_tokens + sizes.num_steps / 2
-    read = network.active_parameters + slots * context * network.cache_width
+    read = network.active_parameters + 2 * network.copied_parameters + slots * context * network.cache_width
     launches = LAUNCHES_PER_TOKEN_LAYER * network.num_layers * (COMPILED if settings.compiled else 1.0)
     token = Work(flops, flops, traffic=read * sizes.dtype_bytes, launches=launches) + casts_work(sizes, settings)
-    return Work(prefill, prefill) + token.times(sizes.num_steps * rows / slots)
+    num_tokens, num_prefills = sizes.num_steps * rows / slots, math.ceil(rows * network.prompt_tokens / PREFILL_TOKENS)
+    work = Work(prefill, prefill) + token.times(num_tokens)
+    return work + sampling_gathers(sizes, settings, num_tokens + num_prefills)
 
 
 def reward_work(sizes: Sizes) -> Work:
@@ -517,7 +566,7 @@ def reward_work(sizes: Sizes) -> Work:
 
 def train_work(sizes: Sizes, settings: Settings) -> Work:
     """Anchors, forward and backward passes, and the optimizer's updates. Nothing for a policy that only samples."""
-    if not sizes.is_trained:
+    if not sizes.has_loss:
         return Work()
     network = sizes.network
     rows = sizes.num_trained / sizes.num_train_devices

@@ -7,6 +7,7 @@ loss on pairs trains two rows per pair and no others, so there B is 2 x pairs x 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -32,8 +33,8 @@ class Geometry:
     num_prompts: int
     """Prompts of the model; those of a child track are the samples of its parent track."""
     samples_per_prompt: int
-    parents_per_prompt: int = 1
-    """Samples of the parent track for each prompt of the data, which `num_prompts` is a multiple of."""
+    parents: tuple[tuple[str, int], ...] = ()
+    """The tracks that this one continues, the first one first, and the samples of each row of the one before it."""
     num_devices: int
     """Devices that train. They divide an update."""
     num_updates: int
@@ -49,6 +50,11 @@ class Geometry:
     """The most pairs of a group that are trained; 0 = all samples are trained."""
     placed: bool = False
     """True if the recipe has a placement, so that num_devices alone does not set the devices that train."""
+
+    @property
+    def parents_per_prompt(self) -> int:
+        """Samples of the parent track for each prompt of the data, which `num_prompts` is a multiple of."""
+        return math.prod(count for _, count in self.parents)
 
     @property
     def num_samples(self) -> int:
@@ -126,7 +132,7 @@ def geometry_of(config: RecipeConfig, plan: PlacementPlan, needs: Needs) -> Geom
     """
     geometry = Geometry(
         num_prompts=config.batch_size,
-        parents_per_prompt=config.parents_per_prompt,
+        parents=config.parents,
         samples_per_prompt=config.samples_per_prompt,
         num_devices=len(plan.train),
         num_updates=config.num_updates,
@@ -165,36 +171,36 @@ def geometry_table(config: RecipeConfig) -> str:
     samples = ", ".join([sized.describe(), *others])
     paired = f", {geometry.num_trained} of them trained, in pairs" if geometry.num_pairs else ""
     return (
-        f"geometry   {_prompts(geometry, ' prompt')} x {_count(geometry.samples_per_prompt, 'sample')} "
-        f"= {_count(geometry.num_samples, 'sample')} per step{paired}; "
-        f"{_count(geometry.num_updates, 'update')} of {geometry.rows_per_update} "
-        f"= {_count(geometry.num_devices, 'device')} x {_micros(geometry)}\n"
-        f"           {samples}; {_count(config.num_rollouts, 'step')}, {_count(config.total_updates, 'update')} in all"
+        f"geometry   {_prompts(geometry, ' prompt')} x {count_of(geometry.samples_per_prompt, 'sample')} "
+        f"= {count_of(geometry.num_samples, 'sample')} per step{paired}; "
+        f"{count_of(geometry.num_updates, 'update')} of {geometry.rows_per_update} "
+        f"= {count_of(geometry.num_devices, 'device')} x {_micros(geometry)}\n"
+        f"           {samples}; {count_of(config.num_rollouts, 'step')}, "
+        f"{count_of(config.total_updates, 'update')} in all"
     )
 
 
 def _prompts(geometry: Geometry, noun: str = "") -> str:
-    """The number of prompts: `8`, or `8 x 4 rewrites` for a child track. With a noun: `8 prompts`."""
-    parents = geometry.parents_per_prompt
-    count = geometry.num_prompts // parents
-    counted = _count(count, noun.strip()) if noun else str(count)
-    return counted if parents == 1 else f"{counted} x {parents} rewrites"
+    """The number of prompts: `8`, or `8 x 4 think` for a track that continues `think`. With a noun: `8 prompts`."""
+    count = geometry.num_prompts // geometry.parents_per_prompt
+    counted = count_of(count, noun.strip()) if noun else str(count)
+    return " x ".join([counted, *(f"{each} {track}" for track, each in geometry.parents)])
 
 
-def _count(number: int, noun: str) -> str:
+def count_of(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _micros(geometry: Geometry) -> str:
     if geometry.micro_batch_tokens is not None:
-        rows_text = _count(geometry.rows_per_device, "row")
+        rows_text = count_of(geometry.rows_per_device, "row")
         return f"{rows_text} in micro-batches of at most {geometry.micro_batch_tokens} tokens"
     size, rows = geometry.micro_batch_size, geometry.rows_per_device
     if geometry.micro_is_auto:
-        return f"{_count(rows, 'row')}, cut into micro-batches for the device"
+        return f"{count_of(rows, 'row')}, cut into micro-batches for the device"
     last = rows % size
     ragged = f" (the last of {last})" if last and rows > size else ""
-    return f"{_count(geometry.num_micros, 'micro-batch').replace('batchs', 'batches')} of {min(size, rows)}{ragged}"
+    return f"{count_of(geometry.num_micros, 'micro-batch').replace('batchs', 'batches')} of {min(size, rows)}{ragged}"
 
 
 def _equation(geometry: Geometry) -> str:

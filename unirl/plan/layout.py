@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 from unirl.config.build import build
 from unirl.config.dependencies import check_ray_address
 from unirl.config.errors import GeometryError, IncompatibleError
-from unirl.config.node import nodes_below
+from unirl.config.node import Node, nodes_below
 from unirl.config.recipe import RecipeConfig
 from unirl.plan.placement import REPLICA, SYNC, PlacementPlan
 
@@ -38,6 +38,7 @@ def check_layout(config: RecipeConfig, plan: PlacementPlan) -> None:
         if issubclass(node.schema.owner, Ranked):
             build(node).check_ranks(len(plan.train))
     _check_reward_parts(config, plan)
+    _check_sharded_sampling(config, plan)
     if config.runtime_in_use == "ray":
         check_ray_address(os.environ.get("RAY_ADDRESS", ""))
 
@@ -51,6 +52,32 @@ def _check_reward_parts(config: RecipeConfig, plan: PlacementPlan) -> None:
             f"shares {plan.reward.words} with {shared[-1]}, where they take turns. Write +placement.reward=cpu for a "
             "reward on the host's CPUs (or one that calls a service), give it devices of its own, or set "
             "reward_parts=1"
+        )
+
+
+def num_shards(config: RecipeConfig, plan: PlacementPlan) -> int:
+    """The number of devices that share one copy of the trained weights."""
+    fsdp = config.backend.get("fsdp_cfg", Node)
+    return (fsdp and fsdp.get("shard_size", int)) or len(plan.train)
+
+
+def samples_sharded(config: RecipeConfig) -> bool:
+    """True if the engine samples with sharded weights, where there are several shards."""
+    return config.rollout.get("gather_weights", bool) is False
+
+
+def can_sample_sharded(config: RecipeConfig) -> bool:
+    """True if the engine samples with the trained weights and can leave them sharded."""
+    return "gather_weights" in config.rollout.schema.keys and not config.pipeline.get("use_cuda_graphs", bool)
+
+
+def _check_sharded_sampling(config: RecipeConfig, plan: PlacementPlan) -> None:
+    """A captured step cannot wait for other devices."""
+    if samples_sharded(config) and not can_sample_sharded(config) and num_shards(config, plan) > 1:
+        raise IncompatibleError(
+            "rollout.gather_weights=false gathers a block at a time from the other devices, and "
+            "pipeline.use_cuda_graphs=true captures forwards, which then cannot wait for them. Use "
+            "pipeline.use_cuda_graphs=false, or rollout.gather_weights=true"
         )
 
 
@@ -157,6 +184,8 @@ def layout_notices(config: RecipeConfig, plan: PlacementPlan, num_samples: int) 
             "expandable_segments, whose memory some kernels do not let other processes map. Unset it if the first sync "
             "fails"
         )
+    if samples_sharded(config) and num_shards(config, plan) == 1 and config.scale == "full":
+        yield "rollout.gather_weights=false has no effect: every device that trains has a whole copy of the weights"
     for role, device_set in {"rollout": plan.rollout, "reward": plan.reward}.items():
         padding = -num_samples % len(device_set)
         if padding:

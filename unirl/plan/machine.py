@@ -151,19 +151,19 @@ def check_memory(
             is a warning, and so is any with `memory_check: warn`.
     """
     from unirl.plan.devices import device_named
-    from unirl.plan.fit import overrides, search, usable
+    from unirl.plan.fit import search, usable, words_of
 
     peak = peak_of(sizes, devices, kind.memory_gib)
     if kind.memory_gib is None or peak is None or peak.gib <= (room := usable(kind.memory_gib)):
         return
     run = peak.run
-    fit = search(run, device_named(None)[0], kind.memory_gib)
+    fit = search([run], device_named(None)[0], kind.memory_gib)
     if fit.best is not None:
-        way_out = f"These settings fit: {' '.join(overrides(run, fit.best.settings))}"
+        way_out = f"These settings fit: {' '.join(words_of(fit.best.changes))}"
     else:
         way_out = (
             f"The smallest settings need {fit.smallest.peak_gib:.1f} GiB "
-            f"({' '.join(overrides(run, fit.smallest.settings))}): use more or larger devices"
+            f"({' '.join(words_of(fit.smallest.changes))}): use more or larger devices"
         )
     text = (
         f"the plan's estimate of the peak is {peak.gib:.1f} GiB on a device (at {peak.at}{_kept(peak)}), and "

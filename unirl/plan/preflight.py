@@ -10,7 +10,7 @@ import difflib
 import inspect
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass
 from pathlib import Path
@@ -80,6 +80,16 @@ class Estimated(Protocol):
 
     def estimate(self, path: str, revision: str | None = None) -> ModelEstimate:
         """The sizes of a model."""
+        ...
+
+
+@runtime_checkable
+class WithLocalFiles(Protocol):
+    """A bundle class that can read the names in the weight files of a local model."""
+
+    @staticmethod
+    def saved_matrices(path: str) -> Collection[str]:
+        """Names of the trained matrices. Empty if the files are not here."""
         ...
 
 
@@ -364,12 +374,17 @@ def check_model(config: RecipeConfig) -> None:
 
 
 def check_adapted(config: RecipeConfig) -> None:
-    """Every entry of `target_modules` must be the end of a linear layer's name. No weights are read."""
+    """Every entry of `target_modules` must be the end of a linear layer's name. No weights are read.
+
+    The names come from local weight files. Without any, the network is built without storage, which imports the
+    libraries of the model and takes seconds.
+    """
     targets = None if config.lora is None else config.lora.get("target_modules", tuple)
     owner = config.bundle.schema.owner
     if not targets or not isinstance(owner, Estimated) or config.model_path is None:
         return
-    names = owner.estimate(config.model_path, config.model_revision).linears
+    saved = owner.saved_matrices(config.model_path) if isinstance(owner, WithLocalFiles) else ()
+    names = saved or owner.estimate(config.model_path, config.model_revision).linears
     for target in targets:
         if not any(f".{name}".endswith(f".{target}") for name in names):
             ends = sorted({name.rpartition(".")[2] for name in names if not name.rpartition(".")[2].isdecimal()})

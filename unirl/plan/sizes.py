@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -34,7 +34,7 @@ from unirl.plan.cost import (
 )
 from unirl.plan.credit import scored_by
 from unirl.plan.geometry import Geometry, geometry_of
-from unirl.plan.layout import transport_of
+from unirl.plan.layout import can_sample_sharded, num_shards, samples_sharded, transport_of
 from unirl.plan.placement import PlacementPlan, plan_of
 from unirl.plan.preflight import Estimated, needs_of, sizes_of, trainer_class
 from unirl.plan.residency import IDLE, PHASES, MemoryPart, home_of, resident
@@ -81,6 +81,27 @@ FORWARD_ROWS = "forward_batch_size"
 """The setting of an engine for the rows of one forward."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class InRecipe:
+    """The part of one policy in its recipe. The defaults are those of the only policy of a recipe."""
+
+    is_trained: bool = True
+    """False for a policy whose weights never change."""
+    has_loss: bool = True
+    """False for a policy that only samples. The losses of other tracks may train its network."""
+    shares_weights: bool = False
+    """The other policies are tracks of the same network."""
+    num_aside: int = 0
+    """Gradients that an update sets aside until those of all tracks are known."""
+    scorers: Sequence[Node] | None = None
+    """The scorers of this policy's samples; None = all of the recipe."""
+    counts_reward: bool = True
+    """False for a policy beside the one of the last track, which counts the memory of all reward models."""
+
+
+ALONE = InRecipe()
+
+
 @dataclass(frozen=True)
 class RunSizes:
     """Everything that a recipe says about memory and time."""
@@ -93,8 +114,7 @@ class RunSizes:
     settings: Settings
     beside: Mapping[DeviceSet, Sequence[MemoryRow]] = field(default_factory=dict)
     """By devices, what the other policies of the recipe keep there while this one works: one row for each."""
-    counts_reward: bool = True
-    """False for a policy beside the one of the last track, which counts the memory of all reward models."""
+    part: InRecipe = ALONE
     chooses_rows: bool = True
     """The engine has the setting `forward_batch_size`. A server chooses the rows of a forward itself."""
 
@@ -106,7 +126,7 @@ class RunSizes:
     def memory_with(self, settings: Settings) -> list[tuple[DeviceSet, MemoryRow]]:
         """The same with other settings of this policy."""
         own = memory_table(self.sizes, settings, resident_parts(self.placement))
-        rows = [row for row in own if self.counts_reward or row.part != "reward"]
+        rows = [row for row in own if self.part.counts_reward or row.part != "reward"]
         here = [(home_of(self.placement, cast(MemoryPart, row.part)), row) for row in rows]
         homes = {home for home, _ in here}
         return here + [(home, row) for home, others in self.beside.items() if home in homes for row in others]
@@ -122,19 +142,16 @@ class RunSizes:
         phases: dict[str, Sequence[str]] = {
             phase: resident(plan, phase if phase == "reward" else IDLE) for phase in PHASES
         }
-        for row in waiting_table(self.sizes, self.settings, phases):
-            if self.counts_reward or row.part != "reward":
+        for row in waiting_table(self.sizes, self.settings, phases, self.part.shares_weights):
+            if self.part.counts_reward or row.part != "reward":
                 here = totals.setdefault(home_of(plan, cast(MemoryPart, row.part)), dict.fromkeys(row.gib, 0.0))
                 for moment, gib in row.gib.items():
                     here[moment] += gib
         return {home: MemoryRow(f"{name}, which waits", OTHER_POLICY, gib) for home, gib in totals.items()}
 
     @classmethod
-    def of(cls, config: RecipeConfig, is_trained: bool = True, scorers: Sequence[Node] | None = None) -> RunSizes:
+    def of(cls, config: RecipeConfig, part: InRecipe = ALONE) -> RunSizes:
         """Works it out from the recipe and the configuration files that its bundle class reads.
-
-        Args:
-            scorers: those that score the samples of this policy; None = all of the recipe.
 
         With `stack.micro_batch_size=auto`, the settings hold the smallest micro-batch; `with_auto_micro` of
         unirl.plan.micro_batch chooses one.
@@ -142,7 +159,7 @@ class RunSizes:
         placement, needs = plan_of(config), needs_of(config)
         owner = config.bundle.schema.owner
         assert isinstance(owner, Estimated) and config.model_path is not None
-        estimate = owner.estimate(config.model_path, config.model_revision)
+        estimate = _estimate(owner, config.model_path, config.model_revision)
         facts = estimate.facts.of(build(config.sampling))
         cache_width = facts.cache_width if isinstance(facts, LanguageFacts) else estimate.cache_width
         estimate = replace(estimate, facts=facts, cache_width=cache_width)
@@ -150,12 +167,27 @@ class RunSizes:
         transfer = _transfer(config, placement, estimate)
         sizes = replace(
             _sizes(config, placement, geometry, needs, estimate, transfer),
-            is_trained=is_trained,
-            reward=reward_of(config, config.scorers if scorers is None else scorers),
+            is_trained=part.is_trained,
+            has_loss=part.has_loss,
+            num_aside=part.num_aside,
+            reward=reward_of(config, config.scorers if part.scorers is None else part.scorers),
         )
         settings = _settings(config, placement, geometry, sizes, estimate)
         chooses_rows = FORWARD_ROWS in config.rollout.schema.keys
-        return cls(placement, geometry, estimate, transfer, sizes, settings, chooses_rows=chooses_rows)
+        return cls(placement, geometry, estimate, transfer, sizes, settings, part=part, chooses_rows=chooses_rows)
+
+
+def rows_beside(others: Mapping[str, RunSizes]) -> dict[DeviceSet, list[MemoryRow]]:
+    """By devices, what other policies keep there while one works.
+
+    Args:
+        others: name to the run of each of the other policies.
+    """
+    beside: dict[DeviceSet, list[MemoryRow]] = {}
+    for name, run in others.items():
+        for home, row in run.waiting(name).items():
+            beside.setdefault(home, []).append(row)
+    return beside
 
 
 @dataclass(eq=False)
@@ -163,12 +195,7 @@ class RecipeSizes:
     """A recipe and the sizes of its run, which are worked out when they are first needed, and then kept."""
 
     config: RecipeConfig
-    is_trained: bool = True
-    """False for a policy that only samples."""
-    scorers: Sequence[Node] | None = None
-    """The scorers of this policy's samples; None = all of the recipe."""
-    counts_reward: bool = True
-    """False for a policy beside the one of the last track."""
+    part: InRecipe = ALONE
     others: Mapping[str, RecipeSizes] = field(default_factory=dict, repr=False)
     """The other policies of the recipe by name."""
 
@@ -177,11 +204,8 @@ class RecipeSizes:
         """The sizes. None if the recipe's bundle cannot say those of its model without loading it."""
         if self.alone is None:
             return None
-        beside: dict[DeviceSet, list[MemoryRow]] = {}
-        for name, other in self.others.items():
-            for home, row in ({} if other.alone is None else other.alone.waiting(name)).items():
-                beside.setdefault(home, []).append(row)
-        return replace(self.alone, beside=beside)
+        others = {name: other.alone for name, other in self.others.items()}
+        return replace(self.alone, beside=rows_beside({name: run for name, run in others.items() if run is not None}))
 
     @cached_property
     def alone(self) -> RunSizes | None:
@@ -189,7 +213,7 @@ class RecipeSizes:
         is_estimated = isinstance(self.config.bundle.schema.owner, Estimated) and self.config.model_path is not None
         if not is_estimated:
             return None
-        return replace(RunSizes.of(self.config, self.is_trained, self.scorers), counts_reward=self.counts_reward)
+        return RunSizes.of(self.config, self.part)
 
 
 def sizes_of_policies(recipe: Recipe, configs: Mapping[str, RecipeConfig] | None = None) -> dict[str, RecipeSizes]:
@@ -202,12 +226,18 @@ def sizes_of_policies(recipe: Recipe, configs: Mapping[str, RecipeConfig] | None
     scored = trainer_class(recipe.config).track
     blocks = scored_by(recipe, scored)
     sizes: dict[str, RecipeSizes] = {}
+    balance = recipe.config.stack.get("balance", str)
     for name, config in policies.items():
-        is_trained = name in recipe.trained or recipe.shares_weights
-        scorers = [blocks[name]] if name in blocks else []
-        sizes[name] = RecipeSizes(config, is_trained, scorers, len(policies) == 1 or name == scored)
-    # Tracks of one network keep the same weights, so nothing is added up.
-    for name, each in sizes.items() if not recipe.shares_weights else ():
+        part = InRecipe(
+            is_trained=name in recipe.trained or recipe.shares_weights,
+            has_loss=name in recipe.trained,
+            shares_weights=recipe.shares_weights,
+            num_aside=0 if balance in (None, "fixed") else len(recipe.trained),
+            scorers=[blocks[name]] if name in blocks else [],
+            counts_reward=len(policies) == 1 or name == scored,
+        )
+        sizes[name] = RecipeSizes(config, part)
+    for name, each in sizes.items():
         each.others = {other: sizes[other] for other in sizes if other != name}
     return sizes
 
@@ -217,17 +247,18 @@ def _settings(
 ) -> Settings:
     tokens = sizes.network.tokens * sizes.trained_rows
     budget, fsdp = config.micro_batch_tokens, config.backend.get("fsdp_cfg", Node)
-    num_shards = (fsdp and fsdp.get("shard_size", int)) or len(placement.train)
+    shards = num_shards(config, placement)
     slots = estimate.facts.rows_at_once(largest(config, estimate), sizes.engine_dtype_bytes or sizes.dtype_bytes)
     rows_at_once = min(slots, -(-sizes.num_samples // sizes.num_engine_devices))
     return Settings(
         micro_rows=geometry.micro_batch_size if budget is None else max(budget // tokens, 1),
         forward_rows=config.rollout.get(FORWARD_ROWS, int) or rows_at_once,
         recompute=fsdp is not None and fsdp.require("activation_checkpointing", bool),
-        num_shards=num_shards,
+        num_shards=shards,
+        gathers_once=not samples_sharded(config),
         reshard=fsdp is None or fsdp.require("reshard_after_forward", bool),
         prefetched=0 if fsdp is None else fsdp.require("prefetch_blocks", int),
-        deferred=num_shards > 1 and (fsdp is None or fsdp.require("defer_grad_sync", bool)),
+        deferred=shards > 1 and (fsdp is None or fsdp.require("defer_grad_sync", bool)),
         keep_resident=config.pipeline.get("keep_resident", bool) is not False,
         guidance_passes=(config.sampling.get("guidance_passes", int) or 1) if sizes.network_rows > 1 else 1,
         decode_rows=config.pipeline.get("decode_batch_size", int) or 1,
@@ -257,6 +288,8 @@ def _sizes(
     guided = _is_guided(facts, sampling)
     return Sizes(
         policy_parameters=policy,
+        block_parameters=estimate.block_parameters,
+        largest_block=estimate.largest_block,
         kept_in_fp32=estimate.kept_in_fp32,
         buffers=estimate.buffers,
         encoder_parameters=sum(parameters.values()),
@@ -269,6 +302,7 @@ def _sizes(
         swaps_weights=bool(needs.snapshots),
         engine_eight_bit=0 if config.rollout.get("weight_dtype", str) is None else estimate.block_weights,
         engine_dtype_bytes=DTYPE_BYTES[config.rollout.get("dtype", str) or dtype] if placement.is_dedicated else 0,
+        can_sample_sharded=can_sample_sharded(config),
         network=_network(estimate, sampling, rank, targets),
         decoding=decoding_of(config, sampling, tiled=config.pipeline.get("vae_tiling", bool) is True),
         stored=_stored(estimate, sampling, guided),
@@ -347,6 +381,8 @@ def _network(estimate: ModelEstimate, sampling: Sampling, rank: int, targets: It
         num_blocks=estimate.num_blocks // estimate.num_experts,
         active_parameters=estimate.parameters[facts.trainable_attr] // estimate.num_experts,
         idle_parameters=estimate.idle_parameters,
+        copied_parameters=estimate.copied_parameters,
+        copied_at_once=estimate.copied_at_once,
         cache_width=estimate.cache_width,
         prompt_tokens=sampling.max_prompt_tokens if isinstance(sampling, ARSamplingParams) else 0,
         vocabulary=0 if language is None else language.vocab_size,
@@ -358,8 +394,30 @@ def decoding_of(config: RecipeConfig, sampling: Sampling, tiled: bool) -> Decodi
     owner, path = config.bundle.schema.owner, config.model_path
     if not isinstance(owner, Decodes) or not isinstance(sampling, DiffusionSamplingParams) or path is None:
         return DecodingCost()
-    vae_dtype, dtype = (cast(Any, config.bundle.require(name, str)) for name in ("vae_dtype", "dtype"))  # checked words
-    return owner.decoding(path, sampling, config.model_revision, vae_dtype=vae_dtype, dtype=dtype, tiled=tiled)
+    words = config.bundle.require("vae_dtype", str), config.bundle.require("dtype", str)
+    return _decoding(owner, path, sampling, config.model_revision, *words, tiled)
+
+
+# A search over recipes plans one model many times, and building it without storage takes seconds.
+KEPT_ESTIMATES = 8
+
+
+@lru_cache(maxsize=KEPT_ESTIMATES)
+def _estimate(owner: Estimated, path: str, revision: str | None) -> ModelEstimate:
+    return owner.estimate(path, revision)
+
+
+@lru_cache(maxsize=KEPT_ESTIMATES)
+def _decoding(
+    owner: Decodes,
+    path: str,
+    sampling: DiffusionSamplingParams,
+    revision: str | None,
+    vae_dtype: Any,  # the annotations of the bundle's constructor have checked both words
+    dtype: Any,
+    tiled: bool,
+) -> DecodingCost:
+    return owner.decoding(path, sampling, revision, vae_dtype=vae_dtype, dtype=dtype, tiled=tiled)
 
 
 def _stored(estimate: ModelEstimate, sampling: Sampling, guided: bool) -> Stored:

@@ -262,11 +262,11 @@ class Devices:
         """Count the storage of `data`, once for all tensors that share it. Returns its key."""
         storage = data.untyped_storage()
         key = storage._cdata
-        if key in self.storages:
-            self.storages[key][0] += 1
-            return key
-        self.storages[key] = [1, storage.nbytes()]
-        self.allocated[index] += storage.nbytes()
+        entry = self.storages.setdefault(key, [0, 0])
+        grown = storage.nbytes() - entry[1]  # more than 0 also for `out=` that was resized, as in arange
+        entry[0] += 1
+        entry[1] += grown
+        self.allocated[index] += grown
         self.peak[index] = max(self.peak[index], self.allocated[index])
         return key
 

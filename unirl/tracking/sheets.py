@@ -146,7 +146,7 @@ def contact_sheet(table: SampleTable[TiledMedia], title: str) -> Image.Image:
     means = [f"mean {group.mean_reward:.2f}" if len(group.rows) > 1 else "" for group in shown]
     blocks = [Block(group.prompt, mean, MUTED, (group.best_first(),)) for group, mean in zip(shown, means, strict=True)]
     more = f", {len(shown)} of {len(groups)} prompts shown" if len(shown) < len(groups) else ""
-    summary = f"{table.reward_text()}; highest first{more}{_also(tiles.about)}"
+    summary = f"{table.reward_text()}; highest first{more}{_also(tiles.about)}{_also(table.remark)}"
     return _sheet([Side(table, tiles)], blocks, columns, (title, summary))
 
 
@@ -176,7 +176,7 @@ def before_after_sheet(
     ]
     change = f"mean reward {before.mean_reward:.3f} to {after.mean_reward:.3f}"
     more = f", {count} of {len(every)} prompts shown" if count < len(every) else ""
-    summary = f"evaluation prompts, same noise{more}; {change}{_also(sides[1].tiles.about)}"
+    summary = f"evaluation prompts, same noise{more}; {change}{_also(sides[1].tiles.about)}{_also(after.remark)}"
     return _sheet(sides, blocks, min(shown, max(across, 1)), (title, summary))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import unirl
 from unirl.config.node import nodes_below
 from unirl.models.loading.hub import CONFIG, HUB_ID, MODEL_INDEX
+from unirl.tracking.run_directory import REMARKS
 from unirl.trainer.run_folder import SavedRun
 
 CARD = "README.md"
@@ -60,8 +61,10 @@ def _about(saved: SavedRun, weights: str) -> Iterator[str]:
     yield f"| recipe | `{recipe}` |"
     yield f"| algorithm | `{config.algorithm.class_name}` |"
     yield f"| reward | {', '.join(f'`{name}`' for name in _rewards(saved))} |"
-    yield f"| steps | {step} of {config.batch_size // config.parents_per_prompt} prompts, seed {config.seed} |"
+    yield f"| steps | {step} of {config.data_prompts} prompts, seed {config.seed} |"
     yield from (f"| {name} | {value} |" for name, value in _scores(saved))
+    if saved.scale in REMARKS:
+        yield f"| note | {REMARKS[saved.scale]} |"
     yield ""
 
 

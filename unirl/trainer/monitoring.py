@@ -84,9 +84,12 @@ class Monitor:
     def keep_samples(
         self, done: int, req: RolloutReq, resp: RolloutResp, preview: Callable[[Decoded], Preview]
     ) -> None:
-        """Write a few scored samples of the step into the run directory if `tracking.sample_steps` divides `done`."""
+        """Write a few scored samples of the step into the run directory, every `tracking.sample_steps` steps.
+
+        The samples of the last step are always kept, unless `tracking.sample_steps` is 0.
+        """
         every = self.config.tracking.sample_steps
-        if every and done % every == 0:
+        if every and (done % every == 0 or done == self.config.num_rollouts):
             from unirl.tracking.media import media_of  # PIL, which a check of a recipe does without
 
             track = resp.with_scores_above(self.track)

@@ -28,6 +28,7 @@ RESULT_NEUTRAL = (
     "plugins",
     "data_source.data_path",  # the data source compares its own fingerprint
     "rollout.forward_batch_size",
+    "rollout.gather_weights",
     "stack.micro_batch_size",
     "pipeline.decode_batch_size",
     "sampling.guidance_passes",

@@ -63,7 +63,7 @@ class ScaleCondition(Batch):
     scale: Tensor = row(heavy=True)  # [B] fp32
 
 
-Block = tuple[int, int]
+Span = tuple[int, int]
 """The first token of a range within a prompt, and the token after its last one."""
 
 
@@ -78,7 +78,7 @@ class PromptTokens(Batch):
     positions: Tensor = packed()  # [sum P] int64, or [sum P, n] for models whose positions have n components
     next_position: Tensor = row()  # [B] int64
     offsets: Tensor = packed_offsets()  # [B + 1]
-    blocks: list[tuple[Block, ...]] | None = row(optional=True)
+    spans: list[tuple[Span, ...]] | None = row(optional=True)
     """[B] ranges of the tokens of a prompt that see each other, such as an image. None: attention is causal."""
 
     @property

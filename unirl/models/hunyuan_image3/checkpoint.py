@@ -77,11 +77,12 @@ class HunyuanImage3Family(UnifiedFamily):
         configs = self.configs(path, revision)
         with torch.device("meta"):
             network = self.build(configs, NETWORK)
-        idle, unused = 0, ["lm_head", "vision_aligner."]
+        idle, unused, copies = 0, ["lm_head", "vision_aligner."], [0]
         for name, part in network.named_modules():
             if isinstance(part, MoE):
                 left = range(part.gate.top_k, len(part.experts))
                 idle += sum(parameters_of(part.experts[number]) for number in left)
+                copies += [len(part.experts) * parameters_of(layer) for layer in part.experts[0].children()]
                 unused += [f"{name}.experts.{number}." for number in left]
         linears = {name: shape for name, shape in estimate.linears.items() if not name.startswith(tuple(unused))}
         convolutions = {
@@ -89,7 +90,14 @@ class HunyuanImage3Family(UnifiedFamily):
             for name, part in network.named_modules()
             if isinstance(part, nn.Conv2d)
         }
-        return replace(estimate, linears=linears, patches=convolutions, idle_parameters=idle)
+        return replace(
+            estimate,
+            linears=linears,
+            patches=convolutions,
+            idle_parameters=idle,
+            copied_parameters=sum(copies),
+            copied_at_once=max(copies),
+        )
 
     def weights(self, root: Path, component: str, dtype: torch.dtype) -> SafetensorsWeights:
         return SafetensorsWeights(root, lambda _: dtype, LANGUAGE_WEIGHTS, lambda name: name_in(component, name))

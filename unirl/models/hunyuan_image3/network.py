@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from unirl.models.chunks import batch_multiple, round_up
 from unirl.models.hunyuan_image3.packing import PrefixedImages
 from unirl.models.language.attention import AttentionFn
+from unirl.models.language.experts import ExpertRows
 from unirl.models.language.policy import Outputs, TokenInputs
 from unirl.models.unified.layers import Rotations, TimestepEmbedding, rotated, rotations
 from unirl.types.conditions import PromptImageInputs
@@ -86,8 +86,14 @@ class NormedAttention(nn.Module):
         return result
 
 
+def gated(states: Tensor) -> Tensor:
+    """[N, H] from widened states [N, 2 H], whose second half is the gate."""
+    up, gate = states.chunk(2, dim=1)
+    return up * silu(gate)
+
+
 class MLP(nn.Module):
-    """A gated feed-forward layer. The second half of the widened states is the gate."""
+    """A gated feed-forward layer."""
 
     def __init__(self, width: int, hidden: int, bias: bool = False) -> None:
         super().__init__()
@@ -96,8 +102,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, D] from [N, D]."""
-        up, gate = self.gate_and_up_proj(x).chunk(2, dim=1)
-        result: Tensor = self.down_proj(up * silu(gate))
+        result: Tensor = self.down_proj(gated(self.gate_and_up_proj(x)))
         return result
 
 
@@ -130,24 +135,14 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, D] from [N, D]."""
+        # Every expert runs, also on padding alone, so that its gradient is zero on this rank and not absent.
         weights, experts = self.gate(x)
-        chosen, top_k = experts.flatten(), experts.shape[1]
-        order = chosen.argsort(stable=True)
-        counts = chosen.bincount(minlength=len(self.experts)).tolist()
-        # Every expert runs, also on no tokens, so that its gradient is zero on this rank and not absent.
-        parts = zip(self.experts, (order // top_k).split(counts), strict=True)
-        outputs = torch.cat([self.output_of(expert, x, rows) for expert, rows in parts])
-        by_token = outputs.index_select(0, order.argsort()).unflatten(0, experts.shape)
+        rows = ExpertRows.of(experts, len(self.experts))
+        widen, narrow = zip(*((expert.gate_and_up_proj, expert.down_proj) for expert in self.experts), strict=True)
+        outputs = rows.linear(narrow, gated(rows.linear(widen, x.index_select(0, rows.token))))
+        by_token = outputs.index_select(0, rows.place.flatten()).unflatten(0, experts.shape)
         mixed = (weights[..., None].to(outputs.dtype) * by_token).sum(1)
         result: Tensor = self.shared_mlp(x) + mixed
-        return result
-
-    @staticmethod
-    def output_of(expert: nn.Module, x: Tensor, rows: Tensor) -> Tensor:
-        """The output of an expert for the tokens `rows`. On a CPU, its bits do not depend on the number of tokens."""
-        padding = round_up(len(rows), batch_multiple(x.device)) - len(rows)
-        read = torch.cat([rows, rows[:1].expand(padding)]) if padding else rows
-        result: Tensor = expert(x.index_select(0, read))[: len(rows)]
         return result
 
 

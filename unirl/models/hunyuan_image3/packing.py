@@ -3,7 +3,7 @@
     prefix of a row   prompt, <boi>, size, ratio, <timestep>   positions 0, 1, ..., P - 1 (row = column)
     image of a row    L latent tokens                          rows and columns of a grid around P + L / 2
 
-A token of a prefix sees the earlier tokens of its row, itself, and the whole of its block, which is an image in the
+A token of a prefix sees the earlier tokens of its row, itself, and the whole of its span, which is an image in the
 prompt. A token of an image sees the prefix of its row and the whole image. The prefixes come first, end to end and
 padded, and then the images. The tokens after an image are left out, since no token of the image sees them. Nothing is
 kept between the forwards of a trajectory.
@@ -20,7 +20,7 @@ from torch import Tensor
 from unirl.models.chunks import round_up
 from unirl.models.language.attention import AttentionFn, AttentionLayer, PackedAttention
 from unirl.models.unified.attention import ImageAttention
-from unirl.types.conditions import Block, PromptImageInputs, PromptTokens
+from unirl.types.conditions import PromptImageInputs, PromptTokens, Span
 from unirl.types.device import CPU, to_device
 
 HEADER = 4
@@ -73,7 +73,7 @@ def image_inputs(
         tokens=torch.cat([*tokens, marks.new_zeros(padding)]),
         timestep_index=to_device(ends, device),
         positions=torch.cat([*prefixes, places.new_zeros(padding, 2), to_device(torch.cat(grids), device)]),
-        attention_fn=PrefixedAttention(lengths, padding, rows * columns, device, prompts.blocks),
+        attention_fn=PrefixedAttention(lengths, padding, rows * columns, device, prompts.spans),
         images=images,
     )
 
@@ -98,16 +98,16 @@ class PrefixedAttention:
         padding: int,
         num_latents: int,
         device: torch.device = CPU,
-        blocks: Sequence[Sequence[Block]] | None = None,
+        spans: Sequence[Sequence[Span]] | None = None,
     ) -> None:
         """
         Args:
             lengths: tokens of the prefix of each row.
-            blocks: the ranges of each prefix whose tokens see each other.
+            spans: the ranges of each prefix whose tokens see each other.
         """
         self.batch = len(lengths)
         self.sizes = [sum(lengths) + padding, num_latents * self.batch]
-        self.prefixes = PackedAttention([*lengths, padding], device, blocks and [*blocks, ()])
+        self.prefixes = PackedAttention([*lengths, padding], device, spans and [*spans, ()])
         self.images = ImageAttention(lengths, num_latents, device)
 
     def __call__(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

@@ -211,9 +211,9 @@ class HunyuanImage3VisionPipeline(hunyuan_image3.HunyuanImage3Pipeline):
         conditions: Conditions = {"images": packed_images(images)}
         for name, rows in prompts.items():
             prompt = [placed(row, own, self.reader) for row, own in zip(rows, images, strict=True)]
-            blocks = [each.blocks for each in prompt]
+            spans = [each.spans for each in prompt]
             conditions[name] = prompt_tokens(
-                [each.tokens for each in prompt], [each.positions for each in prompt], blocks
+                [each.tokens for each in prompt], [each.positions for each in prompt], spans
             )
         return conditions
 

@@ -28,7 +28,7 @@ from unirl.models.hunyuan_image3.prompts import IMAGE, PromptFormat, Size, neare
 from unirl.models.hunyuan_image3.vae import ImageVAE
 from unirl.models.hunyuan_image3_vision.network import CLEAN_TIMESTEP, FEATURE, LATENT
 from unirl.types.batch import bounds_of
-from unirl.types.conditions import Block, EncodedImages, PackedVectors
+from unirl.types.conditions import EncodedImages, PackedVectors, Span
 from unirl.types.device import CPU
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class PlacedPrompt:
 
     tokens: list[int]
     positions: Tensor  # [P, 2] int64, row and column
-    blocks: tuple[Block, ...]
+    spans: tuple[Span, ...]
     """The tokens of each image that see each other."""
 
 
@@ -153,7 +153,7 @@ def placed(tokens: Sequence[int], images: Sequence[EncodedImage], reader: ImageR
     left = iter(images)
     result: list[int] = []
     grids: list[tuple[int, Tensor]] = []
-    blocks: list[Block] = []
+    spans: list[Span] = []
     for token in tokens:
         if token != IMAGE:
             result.append(token)
@@ -164,12 +164,12 @@ def placed(tokens: Sequence[int], images: Sequence[EncodedImage], reader: ImageR
         after = start + image.latents[0].numel() + 1  # a separator stands before the features
         grids.append((start, image_positions(start, *image.latents.shape[1:])))
         grids.append((after, image_positions(after, *image.grid)))
-        blocks.append((start, after + len(image.features)))
+        spans.append((start, after + len(image.features)))
         result += section
     positions = torch.arange(len(result))[:, None].repeat(1, 2)
     for start, grid in grids:
         positions[start : start + len(grid)] = grid
-    return PlacedPrompt(result, positions, tuple(blocks))
+    return PlacedPrompt(result, positions, tuple(spans))
 
 
 def packed_images(rows: Sequence[Sequence[EncodedImage]]) -> EncodedImages:

@@ -22,7 +22,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from unirl.models.chunks import round_up
 from unirl.types.batch import bounds_of
-from unirl.types.conditions import Block
+from unirl.types.conditions import Span
 from unirl.types.device import CPU, capability, to_device
 from unirl.types.rows import rows_by_key
 
@@ -49,36 +49,36 @@ class AttentionFn(Protocol):
 
 
 class PackedAttention:
-    """Rows end to end: a token sees the earlier tokens of its own row, itself, and the other tokens of its block.
+    """Rows end to end: a token sees the earlier tokens of its own row, itself, and the other tokens of its span.
 
     Rows of similar length are computed side by side, padded at their ends. No real token sees the padding.
     """
 
     def __init__(
-        self, lengths: Sequence[int], device: torch.device = CPU, blocks: Sequence[Sequence[Block]] | None = None
+        self, lengths: Sequence[int], device: torch.device = CPU, spans: Sequence[Sequence[Span]] | None = None
     ) -> None:
         """
         Args:
-            blocks: for each row, the ranges of its tokens that see each other. None if there are none.
+            spans: for each row, the ranges of its tokens that see each other. None if there are none.
         """
         # Everything is computed here, before the layers run, because their compiled forms only read it.
-        ranges = [own for own, length in zip(blocks or [()] * len(lengths), lengths, strict=True) if length]
+        ranges = [own for own, length in zip(spans or [()] * len(lengths), lengths, strict=True) if length]
         lengths = [length for length in lengths if length]
         self.longest = max(lengths)
         self.bounds = to_device(bounds_of(lengths).int(), device)
         self.is_causal = not any(ranges)
         self.groups: list[tuple[Tensor, Tensor | None]] = []
         """For each group of rows, the packed token at each place [B, W], and which places each one sees [B, 1, W, W].
-        The latter is None for rows without blocks."""
+        The latter is None for rows without spans."""
         starts, place_of_token, num_places = bounds_of(lengths), torch.empty(sum(lengths), dtype=torch.int64), 0
         keys = ((round_up(n, ROW_PAD_MULTIPLE), bool(own)) for n, own in zip(lengths, ranges, strict=True))
-        for (width, has_blocks), rows in rows_by_key(keys).items():
+        for (width, has_spans), rows in rows_by_key(keys).items():
             last = starts[1:][rows, None] - 1
             tokens = starts[rows, None] + torch.arange(width)
             is_real = tokens <= last
             place_of_token[tokens[is_real]] = num_places + is_real.flatten().nonzero()[:, 0]
             num_places += is_real.numel()
-            mask = to_device(mask_of_blocks(width, [ranges[row] for row in rows]), device) if has_blocks else None
+            mask = to_device(mask_of_spans(width, [ranges[row] for row in rows]), device) if has_spans else None
             self.groups.append((to_device(torch.minimum(tokens, last), device), mask))
         self.place_of_token = to_device(place_of_token, device)  # [N] in the groups laid end to end
 
@@ -94,10 +94,10 @@ class PackedAttention:
         return torch.cat(outputs).index_select(0, self.place_of_token)
 
 
-def mask_of_blocks(width: int, blocks: Sequence[Sequence[Block]]) -> Tensor:
-    """[B, 1, W, W] True where the token of a line sees the token of a column, for rows with these blocks."""
-    mask = torch.ones(width, width, dtype=torch.bool).tril().repeat(len(blocks), 1, 1)
-    for row, ranges in zip(mask, blocks, strict=True):
+def mask_of_spans(width: int, spans: Sequence[Sequence[Span]]) -> Tensor:
+    """[B, 1, W, W] True where the token of a line sees the token of a column, for rows with these spans."""
+    mask = torch.ones(width, width, dtype=torch.bool).tril().repeat(len(spans), 1, 1)
+    for row, ranges in zip(mask, spans, strict=True):
         for start, stop in ranges:
             row[start:stop, start:stop] = True
     return mask[:, None]

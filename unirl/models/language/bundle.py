@@ -26,7 +26,7 @@ from unirl.models.language.tools import ToolBox
 from unirl.models.loading.adapter_sources import AdapterLayers, adapter_file, read_peft
 from unirl.models.loading.completeness import check_dtypes, check_files, check_tensors, read_headers
 from unirl.models.loading.dtypes import cast_module, dtype_in
-from unirl.models.loading.estimate import ModelEstimate, linears_of, parameters_of, patches_of
+from unirl.models.loading.estimate import ModelEstimate, block_counts, linears_of, parameters_of, patches_of
 from unirl.models.loading.hub import language_directory, quiet_libraries, read_json
 from unirl.models.loading.saved_weights import (
     LANGUAGE_WEIGHTS,
@@ -213,7 +213,7 @@ class LanguageBundle(Bundle):
             parameters={LM: parameters_of(network)},
             linears=linears_of(network),
             patches=patches_of(network),
-            num_blocks=sum(type(part).__name__ in facts.block_class_names for part in network.modules()),
+            **block_counts(network, facts),
             width=facts.hidden_size,
             cache_width=facts.cache_width,
         )

@@ -13,7 +13,7 @@ from unirl.models.chunks import round_up
 from unirl.models.language.attention import AttentionFn, PackedAttention
 from unirl.models.language.policy import OutputFn, TokenInputs
 from unirl.types.batch import bounds_of
-from unirl.types.conditions import Block, Conditions, PromptImageInputs, PromptTokens
+from unirl.types.conditions import Conditions, PromptImageInputs, PromptTokens, Span
 from unirl.types.segments import TextSegment
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class PackedTokens:
     positions: Tensor  # [N] int64, or [N, n]
     lengths: list[int]
     images: PromptImageInputs | None
-    blocks: Sequence[Sequence[Block]] | None = None
+    spans: Sequence[Sequence[Span]] | None = None
     """For each row, the ranges of its tokens that see each other. None if there are none."""
 
     def padded(self, multiple: int) -> PackedTokens:
@@ -42,7 +42,7 @@ class PackedTokens:
             positions=torch.cat([self.positions, self.positions.new_zeros(num_padding, *self.positions.shape[1:])]),
             lengths=[*self.lengths, num_padding],
             images=self.images,
-            blocks=None if self.blocks is None else [*self.blocks, ()],
+            spans=None if self.spans is None else [*self.spans, ()],
         )
 
     def followed_by(self, other: PackedTokens) -> PackedTokens:
@@ -57,7 +57,7 @@ class PackedTokens:
 
     def attention(self, device: torch.device) -> PackedAttention:
         """The attention among the tokens of each row."""
-        return PackedAttention(self.lengths, device, self.blocks)
+        return PackedAttention(self.lengths, device, self.spans)
 
     def inputs(self, attention_fn: AttentionFn, output_fn: OutputFn) -> TokenInputs:
         """The input of a forward over these rows."""
@@ -99,7 +99,7 @@ def pack_prompts(conditions: Conditions, rows: Sequence[int]) -> PackedTokens:
     """The prompts of `rows`."""
     prompts, images = prompts_of(conditions).select(rows), images_of(conditions)
     selected = None if images is None else images.select(rows)
-    return PackedTokens(prompts.tokens, prompts.positions, prompts.lengths.tolist(), selected, prompts.blocks)
+    return PackedTokens(prompts.tokens, prompts.positions, prompts.lengths.tolist(), selected, prompts.spans)
 
 
 def pack_responses(conditions: Conditions, segment: TextSegment) -> tuple[PackedTokens, Int[Tensor, "sum_L"]]:
@@ -126,19 +126,19 @@ def pack_responses(conditions: Conditions, segment: TextSegment) -> tuple[Packed
         tokens += [prompt, response[:-1]]
         positions += [places, expand_positions(next_position + offsets[:-1], places)]
         lengths.append(len(prompt) + len(response[:-1]))
-    packed = PackedTokens(torch.cat(tokens), torch.cat(positions), lengths, images_of(conditions), prompts.blocks)
+    packed = PackedTokens(torch.cat(tokens), torch.cat(positions), lengths, images_of(conditions), prompts.spans)
     return packed, torch.cat(previous)
 
 
 def prompt_tokens(
     rows: Sequence[Sequence[int]],
     positions: Sequence[Int[Tensor, "_ ..."]] | None = None,
-    blocks: Sequence[tuple[Block, ...]] | None = None,
+    spans: Sequence[tuple[Span, ...]] | None = None,
 ) -> PromptTokens:
     """Prompts from the tokens of each row, with their positions [P] or [P, n]. None counts 0, 1, 2, ...
 
     Args:
-        blocks: the ranges of each row whose tokens see each other.
+        spans: the ranges of each row whose tokens see each other.
     """
     if positions is None:
         positions = [torch.arange(len(row)) for row in rows]
@@ -147,7 +147,7 @@ def prompt_tokens(
         positions=torch.cat(list(positions)),
         next_position=torch.stack([places.max() + 1 if len(places) else torch.tensor(0) for places in positions]),
         offsets=bounds_of([len(row) for row in rows]),
-        blocks=None if blocks is None else list(blocks),
+        spans=None if spans is None else list(spans),
     )
 
 

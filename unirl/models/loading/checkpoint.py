@@ -15,6 +15,7 @@ import importlib
 import math
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -29,6 +30,7 @@ from unirl.models.loading.dtypes import cast_module, kept_parameters
 from unirl.models.loading.estimate import (
     DecodingCost,
     ModelEstimate,
+    block_counts,
     buffers_of,
     decoding_cost,
     linears_of,
@@ -244,9 +246,23 @@ class DiffusersFamily:
             num_experts=len(trained),
             buffers=buffers_of(network),
             kept_in_fp32=sum(kept_in_fp32(module) for module in trained.values()),
-            num_blocks=sum(type(part).__name__ in facts.block_class_names for part in network.modules()),
+            **block_counts(network, facts),
             width=_width(linears, facts),
         )
+
+    def saved_matrices(self, path: str) -> set[str]:
+        """Names of layers with a matrix of weights, in the files of the trained components of a shipped or local model.
+
+        No class of the model is imported. Empty where the files are not here, or where not diffusers wrote them, since
+        other libraries rename tensors when they load them.
+        """
+        root, names = Path(self.shipped.get(path, path)), set[str]()
+        for component in self.trained:
+            with suppress(NotFoundError, OSError, SafetensorError):  # loading the model reports them
+                headers = read_headers(component, root / component, WEIGHTS)
+                matrices = [name for name, saved in headers.items() if len(saved.shape) == 2]
+                names |= {name.removesuffix(".weight") for name in matrices if name.endswith(".weight")}
+        return names
 
     def decoding(
         self,

@@ -95,9 +95,17 @@ class ModelEstimate:
     """Numbers in tables of the trained module that are no parameters, such as positions."""
     idle_parameters: int = 0
     """Parameters of the trained module that a token does not run: those of the experts that it is not routed to."""
+    copied_parameters: int = 0
+    """Parameters that every forward pass copies: those of experts, for grouped products."""
+    copied_at_once: int = 0
+    """Parameters of the largest of these copies, of which one exists at a time."""
     kept_in_fp32: int = 0
     """Parameters of the trained module that stay in fp32 in any dtype."""
     num_blocks: int
+    block_parameters: int = 0
+    """Parameters of all blocks, which several devices gather one at a time. Those of the rest are gathered together."""
+    largest_block: int = 0
+    """Parameters of the largest block."""
     width: int
     """Width of a token in the trained module."""
     cache_width: int = 0
@@ -366,6 +374,12 @@ def _leftover(value: object, leaves: Sequence[object]) -> Leftover:
     size, strides, offset, dtype = value.shape, value.stride(), value.storage_offset(), value.dtype
     numbers = value.untyped_storage().nbytes() // dtype.itemsize
     return lambda leaves: torch.empty(numbers, dtype=dtype, device="meta").as_strided(size, strides, offset)
+
+
+def block_counts(module: nn.Module, facts: ModelFacts) -> dict[str, int]:
+    """`num_blocks`, `block_parameters` and `largest_block` of an estimate."""
+    counts = [parameters_of(part) for part in module.modules() if type(part).__name__ in facts.block_class_names]
+    return {"num_blocks": len(counts), "block_parameters": sum(counts), "largest_block": max(counts, default=0)}
 
 
 def linears_of(module: nn.Module) -> dict[str, tuple[int, int]]:

@@ -28,7 +28,14 @@ from unirl.models.loading.adapter_sources import AdapterLayers, adapter_file, re
 from unirl.models.loading.checkpoint import VAE, read_entries, vae_cost
 from unirl.models.loading.completeness import check_tensors, loading_info
 from unirl.models.loading.dtypes import cast_module
-from unirl.models.loading.estimate import DecodingCost, ModelEstimate, buffers_of, linears_of, parameters_of
+from unirl.models.loading.estimate import (
+    DecodingCost,
+    ModelEstimate,
+    block_counts,
+    buffers_of,
+    linears_of,
+    parameters_of,
+)
 from unirl.models.loading.hub import language_directory, quiet_libraries, read_json
 from unirl.models.loading.kl_vae import build_kl_vae, kl_vae_config, load_kl_vae, random_kl_vae
 from unirl.models.loading.saved_weights import LANGUAGE_WEIGHTS, ModuleWeights, SafetensorsWeights, SavedWeights
@@ -137,13 +144,14 @@ class NextStepBundle(ContinuousTokenBundle):
         config, vae = cls._configs_to_plan(path, revision)
         with quiet_libraries(), torch.device("meta"):
             network, decoder = build_network(config), build_kl_vae(vae)
+        known = facts(config, vae, 1)
         return ModelEstimate(
-            facts=facts(config, vae, 1),
+            facts=known,
             parameters={LM: parameters_of(network), VAE: parameters_of(decoder)},
             linears={name: shape for name, shape in linears_of(network).items() if name != "lm_head"},
             patches={},
             buffers=buffers_of(network),
-            num_blocks=config["num_hidden_layers"],
+            **block_counts(network, known) | {"num_blocks": config["num_hidden_layers"]},
             width=config["hidden_size"],
         )
 

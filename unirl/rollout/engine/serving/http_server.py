@@ -1,22 +1,22 @@
-"""A server of tokens that is reached by HTTP: started on the loopback interface, or joined at its address."""
+"""A server that is reached by HTTP: started on the loopback interface, or joined at its address."""
 
 from __future__ import annotations
 
 import sys
 import threading
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 import msgspec
 
-from unirl.config.errors import EngineError, IncompatibleError, WeightsLostError
+from unirl.config.errors import EngineError, IncompatibleError, InvalidValueError, WeightsLostError
 from unirl.config.http import PROBE_TIMEOUT_S, HttpClient, Reply, RequestFailed, ServerBusy
 from unirl.distributed.group.rank import current
 from unirl.rollout.engine.serving.process import LOOPBACK, ServerProcess, free_port
-from unirl.rollout.engine.serving.server import TokenServer
+from unirl.rollout.engine.serving.server import Server
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class ServerAccess:
     """The output of a server that this process starts is appended to this file."""
 
 
-class HttpTokenServer(TokenServer):
+class HttpServer(Server):
     """A process with a program that a subclass names, or a server that runs at `access.url`."""
 
     health: ClassVar[str]
@@ -153,3 +153,24 @@ class HttpTokenServer(TokenServer):
 def shown(reply: Reply) -> str:
     """The beginning of a reply, for an error message."""
     return reply.body[:300].decode(errors="replace")
+
+
+def option_words(arguments: Mapping[str, object], own: Collection[str]) -> list[str]:
+    """The words of `rollout.engine_args`. True is a flag, a list has several values; null and false are left out.
+
+    Args:
+        own: arguments that the engine sets itself.
+    """
+    words: list[str] = []
+    for name, value in arguments.items():
+        option = name.replace("_", "-").removeprefix("--")
+        if option in own:
+            raise InvalidValueError(
+                f"rollout.engine_args sets {name}, which the engine sets itself: leave it out, and use the "
+                "settings of rollout, bundle and backend.lora_cfg"
+            )
+        if value is None or value is False:
+            continue
+        words.append(f"--{option}")
+        words += [] if value is True else [str(each) for each in (value if isinstance(value, list) else [value])]
+    return words

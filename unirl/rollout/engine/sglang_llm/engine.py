@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 from unirl.config.dependencies import need
 from unirl.distributed.group.rank import current
 from unirl.models.language.pipeline import TextPipeline
-from unirl.rollout.engine.serving.engine import TokenServingEngine
 from unirl.rollout.engine.serving.http_server import ServerAccess
+from unirl.rollout.engine.serving.tokens import TokenServingEngine
 from unirl.rollout.engine.sglang_llm.server import Program, SGLangServer, SGLangSettings
 from unirl.types.protocols import Capabilities
 
@@ -20,7 +20,7 @@ class SGLangLLMRolloutEngine(TokenServingEngine):
     """Samples with a SGLang server."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
-        behaviour_logp=True, snapshots=True, dedicated=True, remote=True, adapters=True, modalities=("text",)
+        old_logp="native", snapshots=True, dedicated=True, remote=True, adapters=True, modalities=("text",)
     )
     toy: ClassVar[Mapping[str, object]] = {
         "program": "fake",

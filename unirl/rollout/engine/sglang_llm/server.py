@@ -16,13 +16,14 @@ import msgspec
 import torch
 from torch import Tensor
 
-from unirl.config.errors import EngineError, IncompatibleError, InvalidValueError, SyncError
+from unirl.config.errors import EngineError, IncompatibleError, SyncError
 from unirl.config.http import PROBE_TIMEOUT_S, Reply, RequestFailed, ServerBusy
 from unirl.distributed.weight_sync.base import WeightLayout
 from unirl.models.language.pipeline import TextPipeline
-from unirl.rollout.engine.serving.http_server import HttpTokenServer, ServerAccess, shown
+from unirl.rollout.engine.serving.http_server import HttpServer, ServerAccess, option_words, shown
+from unirl.rollout.engine.serving.payloads import copied
 from unirl.rollout.engine.serving.process import LOOPBACK
-from unirl.rollout.engine.serving.server import ProbeResult, TokenAnswer, TokenRequest
+from unirl.rollout.engine.serving.tokens import ProbeResult, TokenAnswer, TokenRequest, TokenServer
 from unirl.rollout.engine.sglang_llm import messages
 from unirl.rollout.engine.sglang_llm.checksums import ChecksumProof, SentTensors
 from unirl.rollout.engine.sglang_llm.names import checkpoint_names, wire_names
@@ -60,24 +61,8 @@ class SGLangSettings:
     env: Mapping[str, str]
     concurrency: int
 
-    def words(self) -> list[str]:
-        """The arguments of `engine_args`. True is a flag, a list has several values; null and false are left out."""
-        words: list[str] = []
-        for name, value in self.engine_args.items():
-            option = name.replace("_", "-").removeprefix("--")
-            if option in OWN_ARGUMENTS:
-                raise InvalidValueError(
-                    f"rollout.engine_args sets {name}, which the engine sets itself: leave it out, and use the "
-                    "settings of rollout, bundle and backend.lora_cfg"
-                )
-            if value is None or value is False:
-                continue
-            words.append(f"--{option}")
-            words += [] if value is True else [str(each) for each in (value if isinstance(value, list) else [value])]
-        return words
 
-
-class SGLangServer(HttpTokenServer):
+class SGLangServer(HttpServer, TokenServer):
     """A process of `sglang.launch_server`, or a server that runs at `rollout.url`."""
 
     name: ClassVar[str] = "SGLang"
@@ -96,7 +81,7 @@ class SGLangServer(HttpTokenServer):
         self.folder = folder
         self.settings = settings
         self.concurrency = settings.concurrency
-        self.extra_words = settings.words()
+        self.extra_words = option_words(settings.engine_args, OWN_ARGUMENTS)
         self.layout: WeightLayout | None = None
         self.root = folder
         self.wire: Mapping[str, str] = {}
@@ -273,7 +258,7 @@ class SGLangServer(HttpTokenServer):
     def send_weights(self, tensors: Mapping[str, Tensor]) -> None:
         named = {self.wire[name]: tensor for name, tensor in tensors.items()}
         if self._sends_adapter:
-            self.adapter_tensors |= messages.copied(named)
+            self.adapter_tensors |= copied(named)
             return
         for name, tensor in named.items():
             self.sent.add(name, tensor)

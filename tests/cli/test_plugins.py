@@ -104,6 +104,51 @@ def test_a_mistake_in_a_class_of_the_user_names_it(package, capsys, tmp_path, te
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
+LOSS = """\
+from dataclasses import dataclass
+
+from unirl.algorithms.base import StageAlgorithm
+from unirl.algorithms.shared.denoising import DenoisingLoss
+
+{decorator}
+class Mine({base}):
+{body}
+"""
+DECORATED = "@dataclass(frozen=True, kw_only=True)"
+FIELD = "    width: float = 1e-3\n"
+OLD = "    def old_quantities(self): return ('logp',)\n"
+EQUATION = "    def policy_loss(self, new, rows, part, advantages, now): ...\n"
+WHOLE = FIELD + OLD + EQUATION
+WRITE = r"Write @dataclass\(frozen=True, kw_only=True\) above the class"
+
+
+@pytest.mark.parametrize(
+    ("decorator", "base", "body", "said"),
+    [
+        (DECORATED, "DenoisingLoss", FIELD + EQUATION, r"scoring\.py:6: it has no old_quantities .*Write it as "),
+        (DECORATED, "DenoisingLoss", EQUATION + OLD.replace("tities", "tites"), r"It has old_quantites: rename it"),
+        (DECORATED, "DenoisingLoss", OLD, r"it has no policy_loss (?s:.*)Contract of DenoisingLoss\.policy_loss: "),
+        (DECORATED, "StageAlgorithm", "    pass", r"it has no loss, measure, parts (?s:.*)StageAlgorithm\.parts:"),
+        ("", "DenoisingLoss", WHOLE, rf"scoring\.py:7: its base .* so width would be no key\. {WRITE}"),
+        (DECORATED.replace(", kw_only=True", ""), "DenoisingLoss", WHOLE, rf"width would be .*{WRITE}"),
+        ("", "DenoisingLoss", "    def __init__(self): ...\n" + OLD + EQUATION, r"it has an __init__"),
+        ("@dataclass", "DenoisingLoss", WHOLE, r"scoring\.py:6: TypeError: cannot inherit non-frozen"),
+        (DECORATED, "DenoisingLoss", WHOLE.replace(": float", ""), r"no key\. Write width: float = 0\.001"),
+    ],
+)  # fmt: skip
+def test_a_loss_of_the_user_that_cannot_be_built_is_refused_by_check(
+    package, capsys, tmp_path, decorator, base, body, said
+):
+    name = package(LOSS.format(decorator=decorator, base=base, body=body))
+    loss = [f"plugins=[{name}]", f"algorithm._target_={name}.scoring.Mine", "algorithm.width=2e-3"]
+    assert main(["check", "diffusion/quickstart", *loss]) == 2
+    shown = capsys.readouterr().err
+    assert re.search(said, shown), shown
+    assert f"{name}.scoring" in shown and "sampling.width" not in shown
+    assert len(shown.rstrip().splitlines()) <= 6
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
 def test_a_message_shows_the_failing_lines_and_the_contract(package, capsys):
     body = SCORES + "return self.share(request)\n\n    def share(self, request):\n        return 1 / 0"
     assert main(lint(package(SCORER.format(body=body)))) == 6

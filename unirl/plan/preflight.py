@@ -18,6 +18,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 from unirl.algorithms.base import StageAlgorithm
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
+from unirl.algorithms.shared.contract import check_declarations
 from unirl.config.build import build, lacking
 from unirl.config.errors import (
     ConfigError,
@@ -265,7 +266,9 @@ def check_chain(recipe: Recipe) -> None:
 
 def needs_of(config: RecipeConfig) -> Needs:
     """The needs that the recipe's algorithm declares."""
-    needs: Needs = build(config.algorithm).needs
+    algorithm = build(config.algorithm)
+    check_declarations(algorithm)
+    needs: Needs = algorithm.needs
     return needs
 
 

@@ -99,7 +99,9 @@ class SGLangDiffusionServer(HttpServer, LatentServer):
         if bundle.root is None:
             self.root = self.folder / "base"
             if not self.root.exists():
+                bundle.offload(bundle.frozen)
                 self.pipeline.write_model({}, self.root)
+                bundle.onload(bundle.frozen)
         else:
             self.root = bundle.root
         spec = layout.adapter

@@ -125,7 +125,7 @@ class LatentServingEngine(ServingEngine):
         """Scales and negative prompts whose effect was measured."""
 
     def facts(self) -> LatentFacts:
-        """The facts of the model with the schedule of the server, so that requests have the noise levels that it uses."""
+        """The facts of the model with the schedule of the server: requests have the noise levels that it uses."""
         return self.server.served(self.pipeline.facts)
 
     # The canary

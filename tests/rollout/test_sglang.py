@@ -337,7 +337,7 @@ def test_a_length_of_text_that_the_real_server_does_not_take_is_refused(tmp_path
 
 
 def test_the_real_program_needs_its_package_and_a_name_of_the_model(tmp_path) -> None:
-    with pytest.raises(DependencyError, match=r"pip install 'sglang\[diffusion\]'"):
+    with pytest.raises(DependencyError, match=r"unirl engines install sglang\."):
         Served.at(tmp_path, program="sglang")
     served = Served.at(tmp_path, program="sglang", python_executable="python", tp_size=2)
     words = served.engine.server.words("python", 30000)

@@ -1,9 +1,10 @@
-"""`unirl engines fake`: serves a small model with the messages of a rollout engine, without its packages."""
+"""`unirl engines`: their environments, and servers that speak the messages of an engine without its packages."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from unirl.cli.arguments import Parser, run_verb
+from unirl.cli.engine_install import INSTALL_EXAMPLES, LIST_EXAMPLES, install, show
 from unirl.config.errors import AddressError, InvalidValueError
 from unirl.config.failures import Session
 
@@ -22,7 +23,8 @@ ENGINES = ("sglang_llm", "sglang")
 
 
 def run(argv: list[str], session: Session) -> int:
-    return run_verb("engines", argv, {"fake": fake}, EXAMPLES)
+    examples = (*LIST_EXAMPLES, *INSTALL_EXAMPLES, *EXAMPLES)
+    return run_verb("engines", argv, {"list": show, "install": install, "fake": fake}, examples)
 
 
 def fake(argv: Sequence[str]) -> int:

@@ -169,11 +169,11 @@ def test_wrong_columns_are_refused_before_anything_loads(package, capsys, reads,
     ("body", "said"),
     [
         (CONSTRUCTOR.format("power") + SOUND, r"takes power by position.* Write def __init__\(self, \*, power\)"),
-        (CONSTRUCTOR.format("*, power") + SOUND, r"power is required and not set\. Write reward.backend.power=\.\.\.\n"),
+        (CONSTRUCTOR.format("*, power") + SOUND, r"required and not set\. Write reward.backend.power=\.\.\.\n"),
         ("    pass", r"scoring\.py:7: it has no score .*\n  Contract of RewardScorer\.score: "),
         (SOUND.replace("score(", "scores("), r"it has no score .* It has scores: rename it"),
     ],
-)  # fmt: skip
+)
 def test_a_scorer_of_the_user_that_cannot_be_built_is_refused(package, capsys, body, said):
     name = package(SCORER.format(body=body))
     own = [f"plugins=[{name}]", f"reward.backend._target_={name}.scoring.Mine"]

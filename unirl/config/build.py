@@ -30,7 +30,7 @@ from unirl.config.merge import Tree, join
 from unirl.config.node import Node
 from unirl.config.plugins import contract_of, definition, is_foreign, remember
 from unirl.config.recipe import recipe_class
-from unirl.config.schema import REQUIRED, Key, Schema, is_config, schema_of
+from unirl.config.schema import REQUIRED, Key, Schema, dotted_name, is_config, schema_of
 from unirl.config.targets import find_target
 from unirl.config.values import MAPPINGS, ReadContext, read, show
 
@@ -147,11 +147,11 @@ def _check_fits(schema: Schema, expected: type, context: ReadContext) -> None:
     """A class must be a whole subclass of its parameter's annotation, or have the public methods of this Protocol."""
     lacks = lacking(schema, expected)
     if lacks:
-        contract = contract_of(schema.owner, lacks[0])
+        derived = "" if is_protocol(expected) else f" Derive the class from {dotted_name(expected)}"
         raise context.error(
             f"{context.path} must be a {expected.__name__}, and {schema.name} has no {', '.join(lacks)}",
             InvalidValueError,
-            "".join(f" {line}" for line in contract),
+            derived,
         )
 
 

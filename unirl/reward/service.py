@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from unirl.config.errors import (
-    ConfigError,
     DataError,
     IncompatibleError,
     InvalidScoreError,
@@ -22,6 +21,7 @@ from unirl.distributed.group.dispatch import broadcast, rank0, scatter
 from unirl.distributed.group.rank import current
 from unirl.models.images import fit_image, read_image
 from unirl.reward.base import RewardScorer
+from unirl.reward.contract import check_scorer
 from unirl.reward.failures import STRICT, FailurePolicy
 from unirl.reward.scoring import checked_score, name_of, objective_of, unscorable
 from unirl.types.primitives import Images, Texts, Videos
@@ -31,7 +31,6 @@ from unirl.types.rollout_resp import RolloutResp, RolloutTrack
 from unirl.types.sampling import ARSamplingParams, Sampling, sampling_as
 from unirl.types.segments import TextSegment
 
-COLUMNS = ("prompts", "images", "videos", "texts", "lengths", "sources", "metadata")
 Metadata = Mapping[str, object]
 Columns = dict[str, Tensor]
 DecodedT = TypeVar("DecodedT")
@@ -149,12 +148,7 @@ class RewardService:
         self.tracks = dict(tracks or {})
         self.on_failure = on_failure
         for scorer in self.scorers:
-            for column in scorer.reads:
-                if column not in COLUMNS:
-                    raise ConfigError(
-                        f"reward {name_of(scorer)!r} reads {column!r}, which is not a column of a reward request."
-                        f"{did_you_mean(column, COLUMNS)} Choose among {', '.join(COLUMNS)}"
-                    )
+            check_scorer(scorer)
 
     @property
     def scorers(self) -> tuple[RewardScorer, ...]:

@@ -234,8 +234,8 @@ class LatentServingEngine(ServingEngine):
         noise = self.server.draws(request.seed, shape, 1 + len(steps))
         if not torch.allclose(answer.latents[0].float(), noise[0], rtol=ROUNDING, atol=ROUNDING):
             raise EngineError(
-                f"{who}: the trajectory does not start from the noise of its seed {request.seed}: the answer belongs to "
-                "another request, or the server draws other random numbers"
+                f"{who}: the trajectory does not start from the noise of its seed {request.seed}: the answer belongs "
+                "to another request, or the server draws other random numbers"
             )
         if self.capabilities.old_logp == "native":
             self._check_logp(who, params, noise[1:], answer.logp)

@@ -41,9 +41,9 @@ class ServedFamily:
 
     def unpacked(self, latents: Tensor, shape: Sequence[int]) -> Tensor:
         """Latents of the server as [..., C, H, W]."""
-        channels, height, width = shape
         if not self.packs:
             return latents
+        _, height, width = shape
         return latents.transpose(-1, -2).unflatten(-1, (height, width)).contiguous()
 
 

@@ -33,10 +33,14 @@ class WireTensor(msgspec.Struct):
     data: bytes
 
     def tensor(self) -> Tensor:
-        """The tensor. Raises SafetensorError or KeyError for other bytes."""
+        """The tensor. Raises ValueError for other bytes."""
+        from safetensors import SafetensorError
         from safetensors.torch import load
 
-        return load(self.data)["t"]
+        try:
+            return load(self.data)["t"]
+        except (SafetensorError, KeyError) as error:
+            raise ValueError(f"no safetensors file of one tensor: {error}") from error
 
 
 class DitTrajectory(msgspec.Struct):

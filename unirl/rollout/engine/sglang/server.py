@@ -178,8 +178,8 @@ class SGLangDiffusionServer(HttpServer, LatentServer):
             raise IncompatibleError(f"sampling.kernel: {self.name} has no {name}. Use {known} of unirl.sde.kernels")
         if isinstance(params.kernel, CPSSDEStrategy) and params.kernel.log_prob_form != "gaussian":
             raise IncompatibleError(
-                f"sampling.kernel.log_prob_form={params.kernel.log_prob_form}: log-probs of {self.name} are those of the "
-                "density. Set log_prob_form=gaussian"
+                f"sampling.kernel.log_prob_form={params.kernel.log_prob_form}: log-probs of {self.name} are those of "
+                "the density. Set log_prob_form=gaussian"
             )
 
     def sample(self, request: LatentRequest, params: DiffusionSamplingParams, positions: Sequence[int]) -> LatentAnswer:
@@ -195,12 +195,12 @@ class SGLangDiffusionServer(HttpServer, LatentServer):
         try:
             latents, timesteps = trajectory.latents.tensor(), trajectory.timesteps.tensor()
             sigmas, logps = trajectory.sigmas.tensor(), row.rollout_log_probs.tensor()
-        except Exception as error:  # safetensors has no common class of errors
+        except ValueError as error:
             raise EngineError(f"{self.name}: a tensor of its answer to {request.id} cannot be read: {error}") from error
         steps = params.sde_indices or ()
         if len(timesteps) != len(positions) or len(logps) != params.num_inference_steps:
             raise EngineError(
-                f"{self.name}: its answer to {request.id} has {len(timesteps)} positions and {len(logps)} log-probs, and "
+                f"{self.name}: its answer to {request.id} has {len(timesteps)} positions and {len(logps)} log-probs; "
                 f"{len(positions)} positions of {params.num_inference_steps} steps were asked for"
             )
         # The log-prob of a deterministic step is 0, and that of a stochastic one is not: it may be NaN.
@@ -260,8 +260,8 @@ class SGLangDiffusionServer(HttpServer, LatentServer):
                 values = "the same" if former == sent else "new"
                 reported = "another checksum" if former == sent else "the checksum of the old ones"
                 raise SyncError(
-                    f"{values} weights were sent, and {self.name} reports {reported} ({self.checksum[:16]}): it did not "
-                    "take them over, or another program changed them"
+                    f"{values} weights were sent, and {self.name} reports {reported} ({self.checksum[:16]}): it did "
+                    "not take them over, or another program changed them"
                 )
         self.checksum_of = {sent: self.checksum}
 

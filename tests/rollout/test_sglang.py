@@ -222,7 +222,7 @@ def test_a_lie_is_caught_when_weights_are_sent(tmp_path, fault, error, says) -> 
         (
             "other-sigmas",
             SamplingMismatchError,
-            r"noise levels \(sigmas\) used are \[1, 0\.8.*, and the request has \[1, 0\.8576.*\]",
+            r"noise levels \(sigmas\) used are \[1, 0\.909533, .*\], and the request has \[1, 0\.9, 0\.75, 0\.5, 0\]",
         ),
         ("other-steps", SamplingMismatchError, r"stochastic steps used are \[1\], and the request has \[0, 1\]"),
         ("other-noise-scale", SamplingMismatchError, r"samples with another noise scale \(sampling\.kernel\.eta\)"),

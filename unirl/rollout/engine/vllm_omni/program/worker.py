@@ -85,7 +85,12 @@ class SamplingWorker:
         return self.adapter.fingerprints() if self.adapter.settings is not None else self.weights.fingerprints()
 
     def unirl_weights(self) -> str | None:
+        """The name of the present weights. None: a transfer is under way."""
         return self.recorder.weights
+
+    def unirl_adapter(self) -> Any:
+        """The adapter that a request must name: vLLM-Omni switches adapters off for requests without one."""
+        return self.adapter.request()
 
 
 class Recorder:
@@ -226,7 +231,7 @@ def adapted_layer(modules: Mapping[str, Any], layer: str) -> tuple[Any, int]:
     for fused, parts in FUSED.items():
         if last in parts and f"{head}.{fused}" in modules:
             return modules[f"{head}.{fused}"], parts.index(last)
-    for name in (f"{layer.removesuffix('.0')}",):
-        if name in modules:
-            return modules[name], 0
+    short = layer.removesuffix(".0")  # `to_out.0` of diffusers
+    if short in modules:
+        return modules[short], 0
     raise RuntimeError(f"no layer of vLLM-Omni has taken the adapter of {layer}")

@@ -17,8 +17,8 @@ import torch
 from tests.sync_ends import placed
 from unirl.config.errors import EngineError, IncompatibleError, SyncError
 from unirl.distributed.group.pool import open_pool
-from unirl.distributed.weight_sync.fingerprint import fingerprints
 from unirl.distributed.weight_sync.endpoints import WeightSender
+from unirl.distributed.weight_sync.fingerprint import fingerprints
 from unirl.distributed.weight_sync.sync import EngineSync
 from unirl.models.language.packing import prompts_of
 from unirl.models.qwen3.family import Qwen3Bundle, Qwen3Pipeline

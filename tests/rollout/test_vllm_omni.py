@@ -62,9 +62,9 @@ def test_adapters_keep_the_contract_too(tmp_path, merge) -> None:
         check_engine(served.engine, served.trained, served.backend, req, atol=ATOL, merge_adapters=merge)
 
 
-@pytest.mark.parametrize("transport", ["http", "ipc", "nccl"])
+@pytest.mark.parametrize("transport", ["http", "ipc"])
 def test_weights_arrive_by_each_transport(tmp_path, transport) -> None:
-    """On a CPU: a request, a file in shared memory, and gloo. The fingerprints are those of the server's network."""
+    """On a CPU: a request, and a file in shared memory. The fingerprints are those of the server's network."""
     with fake() as url, serving(tmp_path, url=url, transport=transport) as served:
         served.push()
         for seed in range(2):
@@ -179,7 +179,7 @@ def test_a_lie_is_caught_when_weights_are_sent(tmp_path, fault, error, says) -> 
         (
             "other-sigmas",
             SamplingMismatchError,
-            r"noise levels \(sigmas\) used are \[1, 0\.8.*, and the request has \[1, 0\.8576.*\]",
+            r"noise levels \(sigmas\) used are \[1, 0\.909.*, and the request has \[1, 0\.9, ",
         ),
         ("other-steps", EngineError, "2 stochastic steps need as many finite log-probs"),
         ("other-noise-scale", SamplingMismatchError, r"samples with another noise scale \(sampling\.kernel\.eta\)"),
@@ -235,7 +235,7 @@ def test_a_server_that_is_gone_is_named(tmp_path) -> None:
         assert process.wait(60) == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("transport", ["http", "ipc", "nccl"])
+@pytest.mark.parametrize("transport", ["http", "ipc"])
 def test_a_killed_server_gets_its_weights_again_and_gives_the_same_samples(tmp_path, transport) -> None:
     """kill -9 within a rollout: the engine asks for the weights, and the rollout is repeated with the same seeds."""
     with serving(tmp_path, max_restarts=1, transport=transport) as served:
@@ -278,7 +278,9 @@ def test_settings_that_the_server_does_not_have_are_refused(served, changes, say
 def test_the_real_program_needs_its_package_and_finds_nothing_but_unirl(tmp_path) -> None:
     with pytest.raises(DependencyError, match=r"pip install vllm==0\.30\.0 vllm-omni==0\.30\.0"):
         at(tmp_path, program="vllm_omni")
-    server = at(tmp_path, program="vllm_omni", python_executable="python", engine_args={"enforce_eager": True}).engine.server
+    server = at(
+        tmp_path, program="vllm_omni", python_executable="python", engine_args={"enforce_eager": True}
+    ).engine.server
     words = server.words("python", 30000)
     assert words[:3] == ["python", "-m", "unirl.rollout.engine.vllm_omni.program.serve"]
     assert '"enforce_eager": true' in words[-1] and '"dtype": "float32"' in words[-1]

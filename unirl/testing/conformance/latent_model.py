@@ -27,7 +27,6 @@ from unirl.types.facts import LoraSpec
 from unirl.types.protocols import DtypeName
 from unirl.types.sampling import DiffusionSamplingParams
 
-
 SERVED: Sequence[tuple[type[DiffusersBundle], type[DiffusersPipeline[Any]]]] = (
     (SD3Bundle, SD3Pipeline),
     (Flux2KleinBundle, Flux2KleinPipeline),

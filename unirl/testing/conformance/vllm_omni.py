@@ -35,8 +35,6 @@ DIES_AT, EVERY, CHANGES_AT = 10, 3, 5
 SLOW_S = 2.0
 EXCHANGE_S = 0.5
 """Seconds that a sample waits for another one to be exchanged with."""
-TIMEOUT_S = 60.0
-"""Seconds that a broadcast may take."""
 CPU = torch.device("cpu")
 
 
@@ -49,7 +47,7 @@ class FakeOmni:
         self.fault = fault
         self.lock = threading.Lock()
         self.counter = itertools.count(1)
-        self.inlet = WeightInlet(CPU, TIMEOUT_S)
+        self.inlet = WeightInlet(CPU)
         self.name: str | None = ""
         """The name of the present weights. None: a transfer is under way."""
         self.next_name = ""
@@ -148,9 +146,6 @@ class FakeOmni:
 
     def open_buffer(self, handle: Mapping[str, Any]) -> None:
         self.inlet.open_buffer(handle)
-
-    def join_group(self, host: str, port: int) -> None:
-        self.inlet.join_group(host, port)
 
     def bucket(self, bucket: Mapping[str, Any], body: bytes) -> None:
         tensors = {name: tensor.clone() for name, tensor in self.inlet.tensors(bucket, body).items()}

@@ -57,8 +57,7 @@ class VLLMOmniRolloutEngine(LatentServingEngine):
                 stops it at the end.
             python_executable: the Python of the environment with vllm-omni. Absent: the one that runs UniRL.
             transport: the way of weights from the engine to its server. http: in requests, through main memory. ipc: a
-                buffer on the device that both share. nccl: a broadcast, gloo on a CPU; two processes on one GPU cannot
-                use it.
+                buffer on the device that both share, by CUDA IPC.
             max_num_seqs: samples that share a forward. With more than 1 the bits of a sample depend on the others.
             enable_sleep_mode: let the server free its device memory while the trainer uses it. It is needed where both
                 share devices, and works on a GPU only.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import weakref
@@ -29,7 +30,7 @@ from unirl.rollout.engine.vllm_omni import messages
 from unirl.rollout.engine.vllm_omni.families import FAMILIES, OmniFamily
 from unirl.rollout.engine.vllm_omni.program.trajectory import seeded_draws
 from unirl.rollout.engine.vllm_omni.program.wire import read_fingerprints
-from unirl.rollout.engine.vllm_omni.transports import ServerTransport, WeightTransport, transport_of
+from unirl.rollout.engine.vllm_omni.transports import TRANSPORTS, ServerTransport, WeightTransport
 from unirl.sde.kernels import CPSSDEStrategy, LinearKernel
 from unirl.types.sampling import DiffusionSamplingParams
 
@@ -38,6 +39,7 @@ VERSION = "0.30.0"
 PROGRAM = "unirl.rollout.engine.vllm_omni.program.serve"
 OWN_SETTINGS = ("model", "model_class_name", "dtype", "num_gpus", "worker_extension_cls", "enable_sleep_mode")
 """Fields of `OmniDiffusionConfig` that this file sets, or the program."""
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 Program = Literal["vllm_omni", "fake"]
 AnswerT = TypeVar("AnswerT")
 
@@ -86,10 +88,7 @@ class VLLMOmniServer(HttpServer, LatentServer):
         self.held: Mapping[str, Fingerprint] = {}
         """The fingerprints that the server reported after the last transfer, by their names in requests."""
         self.can_sleep = False
-        device = pipeline.bundle.device
-        self.weights: WeightTransport = transport_of(
-            settings.transport, self, device, access.start_timeout_s, access.timeout_s
-        )
+        self.weights: WeightTransport = TRANSPORTS[settings.transport](self, pipeline.bundle.device)
 
     # The process
 
@@ -141,8 +140,12 @@ class VLLMOmniServer(HttpServer, LatentServer):
         return folder
 
     def _device(self) -> Mapping[str, str]:
+        """The variable that shows the server the device of this process alone."""
         device = self.pipeline.bundle.device
-        return {"CUDA_VISIBLE_DEVICES": str(device.index or 0)} if device.type == "cuda" else {}
+        if device.type == "cpu":
+            return {}
+        index, visible = device.index or 0, os.environ.get(VISIBLE)
+        return {VISIBLE: visible.split(",")[index] if visible else str(index)}
 
     def check_ready(self) -> None:
         info = self._get("/info", messages.OmniInfo)

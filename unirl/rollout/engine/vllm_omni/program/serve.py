@@ -117,9 +117,6 @@ class OmniBackend:
     def open_buffer(self, handle: Mapping[str, Any]) -> None:
         self._call("unirl_open", handle)
 
-    def join_group(self, host: str, port: int) -> None:
-        self._call("unirl_join", host, port)
-
     def bucket(self, bucket: Mapping[str, Any], body: bytes) -> None:
         self._call("unirl_bucket", bucket, body)
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unirl.distributed.group.rendezvous import Rendezvous
 from unirl.distributed.weight_sync.fingerprint import Fingerprint, fingerprints
 from unirl.distributed.weight_sync.listening_routes import open_buffer
 
@@ -19,41 +18,27 @@ FUSED: Mapping[str, tuple[str, ...]] = {
 """A layer of vLLM-Omni to the layers of diffusers whose rows it joins, in order."""
 RENAMED = ((".to_out.0.", ".to_out."),)
 """Parts of names of diffusers that vLLM-Omni writes in another way."""
-JOIN_S = 60.0
 
 
 class WeightInlet:
-    """Reads buckets of tensors: from the body of a request, from a shared buffer, or from a process group."""
+    """Reads buckets of tensors: from the body of a request, or from a shared buffer."""
 
-    def __init__(self, device: torch.device, timeout_s: float) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.timeout_s = timeout_s
         self.buffer: Tensor | None = None
-        self.group: Any = None
 
     def open_buffer(self, handle: Mapping[str, Any]) -> None:
         """Open the buffer of the client: CUDA IPC, or a file in shared memory."""
         self.buffer = open_buffer(dict(handle), self.device)
 
-    def join_group(self, host: str, port: int) -> None:
-        """Join the process group of the client, which is rank 0. NCCL on a GPU, else gloo."""
-        members = ("the engine of UniRL", "the server")
-        meeting = Rendezvous((host, port), "vLLM-Omni weights", members, JOIN_S, self.timeout_s)
-        self.group = meeting.new_group(1, self.device)
-
     def tensors(self, bucket: Mapping[str, Any], body: bytes) -> dict[str, Tensor]:
         """The tensors of a bucket by name. Those of a shared buffer must be read before the request is answered."""
         if bucket["by"] == "body":
             data = torch.frombuffer(bytearray(body), dtype=torch.uint8)
-        elif bucket["by"] == "buffer":
-            if self.buffer is None:
-                raise ValueError("no shared buffer was opened")
-            data = self.buffer
+        elif self.buffer is None:
+            raise ValueError("no shared buffer was opened")
         else:
-            if self.group is None:
-                raise ValueError("no process group was joined")
-            data = torch.empty(int(bucket["num_bytes"]), dtype=torch.uint8, device=self.device)
-            self.group.broadcast(data, 0).wait()
+            data = self.buffer
         return dict(unpacked(bucket["entries"], data))
 
 

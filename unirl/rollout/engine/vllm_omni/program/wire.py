@@ -37,8 +37,6 @@ class SamplingBackend(Protocol):
 
     def open_buffer(self, handle: Mapping[str, Any]) -> None: ...
 
-    def join_group(self, host: str, port: int) -> None: ...
-
     def bucket(self, bucket: Mapping[str, Any], body: bytes) -> None: ...
 
     def end(self) -> Mapping[str, Fingerprint]: ...
@@ -106,7 +104,6 @@ class Wire:
             "/sample": self.sample,
             "/weights/begin": lambda body: done(backend.begin(**parsed(body))),
             "/weights/open": lambda body: done(backend.open_buffer(parsed(body))),
-            "/weights/join": lambda body: done(backend.join_group(**parsed(body))),
             "/weights/bucket": lambda body: done(backend.bucket(*bucket_parts(body))),
             "/weights/end": lambda body: json_reply(wire_fingerprints(backend.end())),
             "/weights/held": lambda body: json_reply(wire_fingerprints(backend.held())),

@@ -26,7 +26,6 @@ ORDER = "unirl_order"
 """The key of a request's body in `OmniDiffusionSamplingParams.extra_args`."""
 MODULE = "transformer"
 ADAPTER_PREFIX = "base_model.model."
-GROUP_TIMEOUT_S = 600.0
 Order = Mapping[str, Any]
 
 
@@ -44,7 +43,7 @@ class SamplingWorker:
         if pipeline is None:
             return
         self.recorder = Recorder(pipeline)
-        self.inlet = WeightInlet(self.device, GROUP_TIMEOUT_S)
+        self.inlet = WeightInlet(self.device)
         self.weights = HeldWeights(getattr(pipeline, MODULE))
         self.adapter = MemoryAdapter()
         pipeline._load_diffusion_lora_adapter = self.adapter.load
@@ -59,9 +58,6 @@ class SamplingWorker:
 
     def unirl_open(self, handle: Mapping[str, Any]) -> None:
         self.inlet.open_buffer(handle)
-
-    def unirl_join(self, host: str, port: int) -> None:
-        self.inlet.join_group(host, port)
 
     def unirl_bucket(self, bucket: Mapping[str, Any], body: bytes) -> None:
         """Take over the tensors of a bucket. A shared buffer is free for the next one afterwards."""

@@ -64,29 +64,29 @@ class Served:
         self.sync.push(self.backend.updates)
 
     def asking(self, **changes: object) -> RolloutReq:
-        return asking(self.trained, **changes).from_weights("live", self.backend.updates)
+        return asking(self.engine, **changes).from_weights("live", self.backend.updates)
 
     def sampled(self, req: RolloutReq) -> LatentSegment:
-        [track] = self.engine.generate(req).tracks.values()
-        segment = track.segment
+        segment = self.engine.generate(req).tracks["image"].segment
         assert isinstance(segment, LatentSegment)
         return segment
 
     def log_prob_gap(self, req: RolloutReq) -> float:
         """The largest difference between the engine's log-probs and the trainer's replay."""
-        [sampled] = self.engine.generate(req).tracks.values()
-        track = sampled.sampled_as(LatentSegment)
+        track = self.engine.generate(req).tracks["image"].sampled_as(LatentSegment)
         with torch.no_grad():
             replay = self.trained.stage.replay(track.conditions, track.segment, track.segment.sde_indices)
         return float((track.segment.logp - replay.logp).abs().max())
 
 
-def asking(trained: Any, **changes: object) -> RolloutReq:
+def asking(engine: Any, **changes: object) -> RolloutReq:
     """A training request for three prompts with two samples each, of four steps with noise in the first two."""
     values: dict[str, Any] = {"kernel": FlowSDEStrategy(), "num_inference_steps": 4, "height": 32, "width": 32}
     values |= {"samples_per_prompt": 2, "sde_indices": (0, 1), "max_sequence_length": 16, **changes}
     params = DiffusionSamplingParams(**values)
-    pinned = params.pinned(0, trained.sigmas(params).tolist())
+    facts = engine.facts()
+    levels = facts.schedule.sigmas(params.num_inference_steps, facts.image_seq_len(params))
+    pinned = params.pinned(0, levels.tolist())
     return request_of(PROMPTS, "image", pinned).expand(params.samples_per_prompt)
 
 

@@ -52,13 +52,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 def test_it_keeps_the_contract_of_an_engine(served) -> None:
     """Refusal before a push, log-probs equal to the replay's before and after an update, row bits, sleep, snapshots."""
-    check_engine(served.engine, served.trained, served.backend, asking(served.trained), atol=ATOL)
+    check_engine(served.engine, served.trained, served.backend, asking(served.engine), atol=ATOL)
 
 
 @pytest.mark.parametrize("merge", [False, True], ids=["adapters", "merged"])
 def test_adapters_keep_the_contract_too(tmp_path, merge) -> None:
     with fake() as url, serving(tmp_path, url=url, lora=LORA) as served:
-        req = asking(served.trained)
+        req = asking(served.engine)
         check_engine(served.engine, served.trained, served.backend, req, atol=ATOL, merge_adapters=merge)
 
 
@@ -108,6 +108,12 @@ def test_klein_sends_its_latents_as_tokens(tmp_path) -> None:
         assert served.log_prob_gap(served.asking()) < ATOL
 
 
+def test_the_noise_levels_of_sd3_are_those_that_the_real_server_reported(served) -> None:
+    """Recorded from sglang 0.5.23 with four steps and shift 3: the last training level is shifted twice."""
+    levels = asking(served.engine).only_track(DiffusionSamplingParams)[1].sigmas
+    assert levels == pytest.approx([1.0, 0.857692301273346, 0.602150559425354, 0.008928571827709675, 0.0], abs=1e-6)
+
+
 def test_packing_is_undone() -> None:
     latents = torch.arange(24.0).reshape(4, 2, 3)
     packed = FAMILIES["flux2_klein"].packed(latents)
@@ -144,7 +150,7 @@ def test_a_lie_is_caught_when_weights_are_sent(tmp_path, fault, error, says) -> 
         (
             "other-sigmas",
             SamplingMismatchError,
-            r"noise levels \(sigmas\) used are \[1, 0\.909533, .*\], and the request has \[1, 0\.9, 0\.75, 0\.5, 0\]",
+            r"noise levels \(sigmas\) used are \[1, 0\.87096, .*\], and the request has \[1, 0\.857692, .*, 0\]",
         ),
         ("other-steps", SamplingMismatchError, r"stochastic steps used are \[1\], and the request has \[0, 1\]"),
         ("other-noise-scale", SamplingMismatchError, r"samples with another noise scale \(sampling\.kernel\.eta\)"),
@@ -245,7 +251,7 @@ def test_settings_that_the_server_does_not_have_are_refused(served, changes, say
 def test_a_length_of_text_that_the_real_server_does_not_take_is_refused(tmp_path) -> None:
     """SD3 always gets 256 tokens of T5 there; a fake server takes any length."""
     engine = at(tmp_path, program="sglang", url="http://127.0.0.1:9").engine
-    req = asking(engine.pipeline)
+    req = asking(engine)
     with pytest.raises(IncompatibleError, match=r"Set sampling\.max_sequence_length=256"):
         engine.respond(req)
 
@@ -263,15 +269,15 @@ def test_the_real_program_needs_its_package_and_a_name_of_the_model(tmp_path) ->
 
 
 def test_a_server_of_another_model_is_refused(tmp_path) -> None:
-    with fake() as url, serving(tmp_path, url=url, family=KLEIN) as served:
-        with pytest.raises(IncompatibleError, match="serves StableDiffusion3Pipeline .* trains Flux2KleinPipeline"):
-            served.push()
+    refusal = pytest.raises(IncompatibleError, match=r"serves StableDiffusion3Pipeline .* trains Flux2KleinPipeline")
+    with fake() as url, serving(tmp_path, url=url, family=KLEIN) as served, refusal:
+        served.push()
 
 
 def test_an_adapter_with_a_fractional_alpha_is_refused(tmp_path) -> None:
-    with fake() as url, serving(tmp_path, url=url, lora=LoraConfig(rank=4, alpha=2.5)) as served:
-        with pytest.raises(SyncError, match=r"backend\.lora_cfg\.alpha=2\.5"):
-            served.push()
+    lora, refusal = LoraConfig(rank=4, alpha=2.5), pytest.raises(SyncError, match=r"backend\.lora_cfg\.alpha=2\.5")
+    with fake() as url, serving(tmp_path, url=url, lora=lora) as served, refusal:
+        served.push()
 
 
 def test_the_log_prob_of_noise_is_that_of_a_standard_normal_over_the_standard_deviation() -> None:

@@ -52,13 +52,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 def test_it_keeps_the_contract_of_an_engine(served) -> None:
     """Refusal before a push, log-probs equal to the replay's before and after an update, row bits, sleep, snapshots."""
-    check_engine(served.engine, served.trained, served.backend, asking(served.trained), atol=ATOL)
+    check_engine(served.engine, served.trained, served.backend, asking(served.engine), atol=ATOL)
 
 
 @pytest.mark.parametrize("merge", [False, True], ids=["adapters", "merged"])
 def test_adapters_keep_the_contract_too(tmp_path, merge) -> None:
     with fake() as url, serving(tmp_path, url=url, lora=LORA) as served:
-        req = asking(served.trained)
+        req = asking(served.engine)
         check_engine(served.engine, served.trained, served.backend, req, atol=ATOL, merge_adapters=merge)
 
 
@@ -290,9 +290,9 @@ def test_the_real_program_needs_its_package_and_finds_nothing_but_unirl(tmp_path
 
 
 def test_a_server_of_another_model_is_refused(tmp_path) -> None:
-    with fake() as url, serving(tmp_path, url=url, family=VIDEO) as served:
-        with pytest.raises(IncompatibleError, match="has pipeline StableDiffusion3Pipeline .* needs HunyuanVideo15"):
-            served.push()
+    refusal = pytest.raises(IncompatibleError, match=r"has pipeline StableDiffusion3Pipeline .* needs HunyuanVideo15")
+    with fake() as url, serving(tmp_path, url=url, family=VIDEO) as served, refusal:
+        served.push()
 
 
 def test_a_family_without_a_pipeline_there_is_refused(tmp_path) -> None:

@@ -132,7 +132,8 @@ class FakeSGLangDiffusion:
             negative_prompt=body["negative_prompt"],
             **extra,
         )
-        sigmas = self.model.pipeline.sigmas(params).tolist()
+        facts = self.model.family.served(self.model.pipeline.facts)
+        sigmas = facts.schedule.sigmas(num_steps, facts.image_seq_len(params)).tolist()
         if self.fault == "other-sigmas":
             sigmas = [sigma**0.9 for sigma in sigmas]
         if self.fault == "other-steps":

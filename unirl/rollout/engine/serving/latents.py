@@ -32,6 +32,8 @@ from unirl.rollout.engine.serving.sigma_verify import UsedSettings, verify_used
 from unirl.sde.gaussian import Gaussian
 from unirl.sde.kernels import EulerODE
 from unirl.types.batch import Batch
+from unirl.types.device import to_device
+from unirl.types.facts import LatentFacts
 from unirl.types.protocols import TORCH_DTYPES
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp
@@ -72,6 +74,10 @@ class LatentServer(Server):
 
     sequence_length: int | None
     """The number of text tokens that it always encodes. None: that of the request."""
+
+    @abstractmethod
+    def served(self, facts: LatentFacts) -> LatentFacts:
+        """The facts of a model as the server samples it: with its own schedule, if it takes no noise levels."""
 
     @abstractmethod
     def check_request(self, params: DiffusionSamplingParams) -> None:
@@ -121,6 +127,10 @@ class LatentServingEngine(ServingEngine):
         self.measured_guidance: set[tuple[float, str]] = set()
         """Scales and negative prompts whose effect was measured."""
 
+    def facts(self) -> LatentFacts:
+        """The facts of the model with the schedule of the server: requests have the noise levels that it uses."""
+        return self.server.served(self.pipeline.facts)
+
     # The canary
 
     def canary_inputs(self) -> LatentCanaryInputs:
@@ -145,7 +155,7 @@ class LatentServingEngine(ServingEngine):
 
     def _canary_params(self) -> DiffusionSamplingParams:
         """One step without guidance, of a small image."""
-        facts = self.pipeline.facts
+        facts = self.facts()
         side = CANARY_SIDE_TOKENS * facts.vae_scale * facts.patch_size
         params = DiffusionSamplingParams(
             kernel=EulerODE(),
@@ -154,7 +164,7 @@ class LatentServingEngine(ServingEngine):
             width=side,
             max_sequence_length=self.server.sequence_length or CANARY_SEQUENCE_LENGTH,
         )
-        return params.pinned(0, self.pipeline.sigmas(params).tolist())
+        return params.pinned(0, facts.schedule.sigmas(1, facts.image_seq_len(params)).tolist())
 
     def _velocity(self, request: LatentRequest, params: DiffusionSamplingParams) -> Tensor:
         """The velocity [*latent] in the first step of a trajectory of one step: (x_1 - x_0) / (sigma_1 - sigma_0)."""
@@ -294,11 +304,11 @@ class LatentServingEngine(ServingEngine):
         steps = tuple(params.sde_indices or ())
         logps = [torch.full((len(steps),), math.nan) if row.logp is None else row.logp.float() for row in answers]
         return LatentSegment(
-            latents=torch.stack([row.latents[list(kept)] for row in answers]).to(device, dtype),
+            latents=to_device(torch.stack([row.latents[list(kept)] for row in answers]).to(dtype), device),
             indices=stored_positions(steps, params.num_inference_steps),
             sde_indices=steps,
             sigmas=torch.tensor(params.sigmas, dtype=torch.float32),
-            logp=torch.stack(logps).to(device),
+            logp=to_device(torch.stack(logps), device),
             kernel=params.kernel,
             init_same_noise=False,
             guidance=self.pipeline.facts.guidance_of(params),

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from unirl.config.errors import SyncError, did_you_mean
 from unirl.distributed.weight_sync.base import WeightLayout
+from unirl.sde.schedule import Grid, SigmaSchedule
+from unirl.types.facts import LatentFacts
 
 ADAPTER_TENSOR = re.compile(r"(?P<layer>.+)\.(?P<side>lora_[AB])\.[^.]+\.weight")
 
@@ -27,8 +28,15 @@ class ServedFamily:
     num_text_encoders: int
     sequence_length: int | None
     """The number of text tokens that the server always encodes. None: that of the request."""
+    grid: Grid
+    """The noise levels before the shift. The server takes none, and makes its own."""
     packs: bool
     """Its latents are sequences of tokens [H * W, C] instead of [C, H, W]."""
+
+    def served(self, facts: LatentFacts) -> LatentFacts:
+        """The facts of the model, with the schedule of the server."""
+        assert isinstance(facts.schedule, SigmaSchedule), "both families have one"
+        return replace(facts, schedule=replace(facts.schedule, grid=self.grid))
 
     def packed_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The server's shape of latents [C, H, W]."""
@@ -48,27 +56,20 @@ class ServedFamily:
 
 
 FAMILIES: Mapping[str, ServedFamily] = {
-    "sd3": ServedFamily("stable-diffusion-3.5-medium", num_text_encoders=3, sequence_length=256, packs=False),
-    "flux2_klein": ServedFamily("FLUX.2-klein-base-4B", num_text_encoders=1, sequence_length=None, packs=True),
+    "sd3": ServedFamily(
+        "stable-diffusion-3.5-medium", num_text_encoders=3, sequence_length=256, grid="diffusers", packs=False
+    ),
+    "flux2_klein": ServedFamily(
+        "FLUX.2-klein-base-4B", num_text_encoders=1, sequence_length=512, grid="clean", packs=True
+    ),
 }
 """By `ModelFacts.family`."""
 
 
-def wire_names(layout: WeightLayout, parameters: Mapping[str, object]) -> dict[str, str]:
-    """Tensor of a layout to its name in requests: that of diffusers, and for adapters `LAYER.lora_A.weight`.
-
-    SGLang ignores names that it does not know, so every name must be a parameter of the network.
-
-    Args:
-        parameters: the parameters of the network by name.
-
-    Raises:
-        SyncError: naming a tensor without a parameter.
-    """
+def wire_names(layout: WeightLayout) -> dict[str, str]:
+    """Tensor of a layout to its name in requests: that of diffusers, and for adapters `LAYER.lora_A.weight`."""
     wire: dict[str, str] = {}
     for name in layout.tensors:
         match = ADAPTER_TENSOR.fullmatch(name) if layout.payload == "adapter" else None
-        if name not in parameters:
-            raise SyncError(f"the trainer sends {name!r}, which the network lacks.{did_you_mean(name, parameters)}")
         wire[name] = name if match is None else f"{match['layer']}.{match['side']}.weight"
     return wire

@@ -26,6 +26,8 @@ from unirl.rollout.engine.serving.sigma_verify import UsedSettings
 from unirl.rollout.engine.sglang import messages
 from unirl.rollout.engine.sglang.families import FAMILIES, ServedFamily, wire_names
 from unirl.sde.kernels import CPSSDEStrategy
+from unirl.types.device import CPU
+from unirl.types.facts import LatentFacts
 from unirl.types.sampling import DiffusionSamplingParams
 
 OWN_ARGUMENTS = (
@@ -107,7 +109,7 @@ class SGLangDiffusionServer(HttpServer, LatentServer):
                 "sync.merge_adapters=true"
             )
         self.layout = layout
-        self.wire = wire_names(layout, dict(bundle.trainable().named_parameters()))
+        self.wire = wire_names(layout)
 
     @property
     def model_id(self) -> str:
@@ -169,6 +171,9 @@ class SGLangDiffusionServer(HttpServer, LatentServer):
 
     # Samples
 
+    def served(self, facts: LatentFacts) -> LatentFacts:
+        return self.family.served(facts)
+
     def check_request(self, params: DiffusionSamplingParams) -> None:
         if not params.sde_indices:
             return
@@ -184,7 +189,7 @@ class SGLangDiffusionServer(HttpServer, LatentServer):
 
     def sample(self, request: LatentRequest, params: DiffusionSamplingParams, positions: Sequence[int]) -> LatentAnswer:
         length = None if self.sequence_length is not None else params.max_sequence_length
-        body = messages.generate(request.prompt, request.seed, params, positions, self._noise_device, length)
+        body = messages.generate(request.prompt, request.seed, params, positions, self._noise_device.type, length)
         rows = self._read_samples(self.post("/rollout/generate", body))
         if len(rows) != 1:
             raise EngineError(f"{self.name} answered {request.id} with {len(rows)} samples, and one was asked for")
@@ -222,12 +227,12 @@ class SGLangDiffusionServer(HttpServer, LatentServer):
             raise EngineError(f"{self.name}: an answer cannot be read: {error}") from error
 
     @property
-    def _noise_device(self) -> str:
-        """A server on a GPU can only draw the noise of its steps there."""
-        return self.pipeline.bundle.device.type
+    def _noise_device(self) -> torch.device:
+        """The device that draws noise. A server on a GPU can only draw the noise of its steps there."""
+        return CPU if self.settings.program == "fake" else self.pipeline.bundle.device
 
     def draws(self, seed: int, shape: Sequence[int], count: int) -> Tensor:
-        device = self.pipeline.bundle.device
+        device = self._noise_device
         generator = torch.Generator(device).manual_seed(seed)
         first = torch.randn((1, *shape), generator=generator, device=device)
         packed = (1, *self.family.packed_shape(shape))

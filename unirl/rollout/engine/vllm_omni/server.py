@@ -32,6 +32,7 @@ from unirl.rollout.engine.vllm_omni.program.trajectory import seeded_draws
 from unirl.rollout.engine.vllm_omni.program.wire import read_fingerprints
 from unirl.rollout.engine.vllm_omni.transports import TRANSPORTS, ServerTransport, WeightTransport
 from unirl.sde.kernels import CPSSDEStrategy, LinearKernel
+from unirl.types.facts import LatentFacts
 from unirl.types.sampling import DiffusionSamplingParams
 
 VERSION = "0.30.0"
@@ -101,7 +102,7 @@ class VLLMOmniServer(HttpServer, LatentServer):
         else:
             self.root = bundle.root
         self.layout = layout
-        self.wire = wire_names(layout, dict(bundle.trainable().named_parameters()))
+        self.wire = wire_names(layout)
 
     @property
     def _dtype(self) -> str:
@@ -155,8 +156,8 @@ class VLLMOmniServer(HttpServer, LatentServer):
             has = {"pipeline": info.pipeline, "dtype": info.dtype}[key]
             if has != value:
                 raise IncompatibleError(
-                    f"the {self.name} server {where} has {key} {has} ({info.model}), and the recipe needs {value}. Start "
-                    f"it with the model in {self.root} and dtype {self._dtype}"
+                    f"the {self.name} server {where} has {key} {has} ({info.model}), and the recipe needs {value}. "
+                    f"Start it with the model in {self.root} and dtype {self._dtype}"
                 )
         if info.engine == "vllm-omni" and info.version != VERSION:
             raise IncompatibleError(
@@ -171,14 +172,18 @@ class VLLMOmniServer(HttpServer, LatentServer):
 
     # Samples
 
+    def served(self, facts: LatentFacts) -> LatentFacts:
+        return facts  # it takes the noise levels of a request
+
     def check_request(self, params: DiffusionSamplingParams) -> None:
         kernel = params.kernel
         if not params.sde_indices:
             return
         if not isinstance(kernel, LinearKernel) or kernel.multistep:
             raise IncompatibleError(
-                f"sampling.kernel: {self.name} takes kernels whose mean is linear in x and v, and {type(kernel).__name__} "
-                "is none. Use FlowSDEStrategy, DanceSDEStrategy or CPSSDEStrategy of unirl.sde.kernels"
+                f"sampling.kernel: {self.name} takes kernels whose mean is linear in x and v, and "
+                f"{type(kernel).__name__} is none. Use FlowSDEStrategy, DanceSDEStrategy or CPSSDEStrategy of "
+                "unirl.sde.kernels"
             )
         if isinstance(kernel, CPSSDEStrategy) and kernel.log_prob_form != "gaussian":
             raise IncompatibleError(

@@ -1,7 +1,7 @@
 """The ways of weights from the engine to its server: in the body of a request, or through a buffer that both share.
 
-The header of a bucket always travels in a request, whose answer says that the server has taken the tensors over. There is
-no broadcast: the engine and its server are on one device, and NCCL refuses two processes on one GPU. NCCL brings the
+The header of a bucket always travels in a request, whose answer says that the server has taken the tensors over. There
+is no broadcast: the engine and its server are on one device, and NCCL refuses two processes on one GPU. NCCL brings the
 weights from the trainer to the engine (`sync.transport`).
 """
 
@@ -32,6 +32,7 @@ class WeightTransport(ABC):
         self.server = server
         self.device = device
 
+    @abstractmethod
     def reset(self) -> None:
         """Forget the server: another one has been started in its place."""
 
@@ -46,6 +47,9 @@ class WeightTransport(ABC):
 
 class HttpTransport(WeightTransport):
     """Tensors in the bodies of requests, through main memory."""
+
+    def reset(self) -> None:
+        """It keeps nothing about the server."""
 
     def send(self, tensors: Mapping[str, Tensor]) -> None:
         entries, size = messages.entries(tensors, ALIGNMENT)

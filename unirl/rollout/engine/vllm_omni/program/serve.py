@@ -78,10 +78,8 @@ class OmniBackend:
 
     async def _last_output(self, request: Any) -> Any:
         """The output of a request. The first call of `_call` has started the engine's own loop."""
-        output = None
-        async for output in self.engine.async_add_req_and_stream_response(request):
-            pass
-        return output
+        outputs = [output async for output in self.engine.async_add_req_and_stream_response(request)]
+        return outputs[-1]
 
     def _request(self, order: Body) -> Any:
         from vllm_omni.diffusion.request import OmniDiffusionRequest

@@ -71,7 +71,7 @@ class Recording:
 
 
 class RecordingScheduler:
-    """The scheduler of a pipeline while it samples one batch. Latents are fp32 in here, and the network's dtype outside.
+    """The scheduler of a pipeline while it samples one batch. Latents are fp32 here, outside of the network's dtype.
 
     It keeps x itself: the pipeline's copy, and the timesteps that it computes, may be rounded to the network's dtype.
     """
@@ -121,10 +121,10 @@ class RecordingScheduler:
         timestep = self.timesteps[self.num_steps].to(given.device)
         if not torch.allclose(given.float(), timestep, rtol=2**-7, atol=1e-3):
             raise RuntimeError(
-                f"the pipeline gives its network the timesteps {given.flatten().tolist()} at step {self.num_steps}, and "
-                f"that of the request is {float(timestep):g}"
+                f"the pipeline gives its network the timesteps {given.flatten().tolist()} at step {self.num_steps}, "
+                f"and that of the request is {float(timestep):g}"
             )
-        self.given = self.given[: self.num_steps] + [float(timestep)]
+        self.given = [*self.given[: self.num_steps], float(timestep)]
         return timestep.expand(given.shape)
 
     def step(self, model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor]:

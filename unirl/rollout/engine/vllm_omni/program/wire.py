@@ -1,7 +1,7 @@
 """The HTTP interface of the server: its paths, and how tensors and errors travel.
 
-Bodies of requests are JSON, except that of a bucket of weights: eight bytes with the length of a JSON header, the header,
-and the bytes of the tensors. A sample is answered with a safetensors file whose metadata has what is no tensor.
+Bodies of requests are JSON, except that of a bucket of weights: eight bytes with the length of a JSON header, the
+header, and the bytes of the tensors. A sample is answered with a safetensors file whose metadata has what is no tensor.
 """
 
 from __future__ import annotations

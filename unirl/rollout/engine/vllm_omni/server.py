@@ -89,7 +89,7 @@ class VLLMOmniServer(HttpServer, LatentServer):
         self.held: Mapping[str, Fingerprint] = {}
         """The fingerprints that the server reported after the last transfer, by their names in requests."""
         self.can_sleep = False
-        self.weights: WeightTransport = TRANSPORTS[settings.transport](self, pipeline.bundle.device)
+        self.weights: WeightTransport = TRANSPORTS[settings.transport](self, self._server_device)
 
     # The process
 
@@ -103,6 +103,11 @@ class VLLMOmniServer(HttpServer, LatentServer):
             self.root = bundle.root
         self.layout = layout
         self.wire = wire_names(layout)
+
+    @property
+    def _server_device(self) -> torch.device:
+        """The device of a server that is started here. A fake one has the CPU."""
+        return torch.device("cpu") if self.settings.program == "fake" else self.pipeline.bundle.device
 
     @property
     def _dtype(self) -> str:
@@ -129,7 +134,9 @@ class VLLMOmniServer(HttpServer, LatentServer):
         common = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads())}
         if self.settings.program == "fake":
             return {**common, **self.settings.env}
-        return {**common, "PYTHONPATH": str(self._program_folder()), **self._device(), **self.settings.env}
+        own = dict(self.settings.env)
+        paths = [str(self._program_folder()), *([own.pop("PYTHONPATH")] if "PYTHONPATH" in own else [])]
+        return {**common, "PYTHONPATH": os.pathsep.join(paths), **self._device(), **own}
 
     def _program_folder(self) -> Path:
         """A folder with a link to UniRL and nothing else, so that the server finds the program and no other package."""
@@ -142,7 +149,7 @@ class VLLMOmniServer(HttpServer, LatentServer):
 
     def _device(self) -> Mapping[str, str]:
         """The variable that shows the server the device of this process alone."""
-        device = self.pipeline.bundle.device
+        device = self._server_device
         if device.type == "cpu":
             return {}
         index, visible = device.index or 0, os.environ.get(VISIBLE)

@@ -63,7 +63,7 @@ class OmniBackend:
     # Samples
 
     def sample(self, order: Body) -> tuple[dict[str, Tensor], dict[str, str]]:
-        output = self._wait(self._last_output(self._request(order)))
+        output = self._wait(self._last_output(request_of(order, self._call("unirl_adapter"))))
         if output.error or output.aborted:
             raise RuntimeError(output.error or output.abort_message or "the request was aborted")
         facts = output.trajectory_timesteps
@@ -80,32 +80,6 @@ class OmniBackend:
         """The output of a request. The first call of `_call` has started the engine's own loop."""
         outputs = [output async for output in self.engine.async_add_req_and_stream_response(request)]
         return outputs[-1]
-
-    def _request(self, order: Body) -> Any:
-        from vllm_omni.diffusion.request import OmniDiffusionRequest
-        from vllm_omni.inputs.data import OmniDiffusionSamplingParams
-
-        params = OmniDiffusionSamplingParams(
-            height=order["height"],
-            width=order["width"],
-            num_frames=order["num_frames"],
-            num_inference_steps=len(order["steps"]),
-            sigmas=list(order["sigmas"][:-1]),
-            guidance_scale=order["guidance_scale"],
-            max_sequence_length=order["max_sequence_length"],
-            seed=order["seed"],
-            output_type="latent",
-            extra_args={ORDER: order},
-            lora_request=self._call("unirl_adapter"),
-        )
-        request = OmniDiffusionRequest(
-            prompt={"prompt": order["prompt"], "negative_prompt": order["negative_prompt"]},
-            sampling_params=params,
-            request_id=order["id"],
-        )
-        # Only requests with the same steps may share a batch.
-        request.batch_compatibility_key = (json.dumps([order["steps"], order["positions"], order["trajectory_dtype"]]),)
-        return request
 
     # Weights
 
@@ -139,6 +113,38 @@ class OmniBackend:
         ack = self._call(method, task)
         if ack is None or ack.status != "SUCCESS":
             raise RuntimeError(f"{method} failed: {ack and ack.error_msg}")
+
+
+def request_of(order: Body, adapter: Any) -> Any:
+    """The request of vLLM-Omni for the body of /sample.
+
+    Args:
+        adapter: its LoRARequest. vLLM-Omni switches adapters off for a request without one.
+    """
+    from vllm_omni.diffusion.request import OmniDiffusionRequest
+    from vllm_omni.inputs.data import OmniDiffusionSamplingParams
+
+    params = OmniDiffusionSamplingParams(
+        height=order["height"],
+        width=order["width"],
+        num_frames=order["num_frames"],
+        num_inference_steps=len(order["steps"]),
+        sigmas=list(order["sigmas"][:-1]),
+        guidance_scale=order["guidance_scale"],
+        max_sequence_length=order["max_sequence_length"],
+        seed=order["seed"],
+        output_type="latent",
+        extra_args={ORDER: order},
+        lora_request=adapter,
+    )
+    # Only requests with the same steps may share a batch.
+    key = json.dumps([order["steps"], order["positions"], order["trajectory_dtype"]])
+    return OmniDiffusionRequest(
+        prompt={"prompt": order["prompt"], "negative_prompt": order["negative_prompt"]},
+        sampling_params=params,
+        request_id=order["id"],
+        batch_compatibility_key=(key,),
+    )
 
 
 def main(words: Sequence[str] | None = None) -> None:

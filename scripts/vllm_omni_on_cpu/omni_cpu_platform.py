@@ -1,6 +1,6 @@
 """A CPU as a platform of vLLM-Omni 0.30.0, which has none, for tests with tiny models.
 
-Attention is that of torch. vLLM's own CPU kernels are not in its wheel for GPUs; the one that is needed is made of torch.
+Attention is that of torch. The CPU kernels of vLLM are not in its wheel for GPUs; the one that is needed is made here.
 """
 
 import torch

@@ -10,7 +10,7 @@ import pytest
 
 from tests import fake_servers
 from tests.run_files import metrics_of
-from unirl.config.errors import EngineError
+from unirl.config.errors import EngineError, Preempted
 from unirl.config.load import load
 from unirl.plan.preflight import preflight
 from unirl.rollout.engine.vllm_omni.server import VLLMOmniServer
@@ -42,10 +42,16 @@ def test_a_server_that_is_killed_within_a_step_changes_no_number_of_the_run(tmp_
     assert "step 2 samples again: vLLM-Omni ended and was restarted" in capsys.readouterr().err
 
 
-def test_a_run_that_resumes_gives_the_numbers_of_one_that_was_not_interrupted(tmp_path) -> None:
+@pytest.mark.slow
+def test_a_run_that_stops_resumes_exactly(tmp_path) -> None:
     run(tmp_path / "whole", "num_rollouts=2")
-    run(tmp_path / "parts", "num_rollouts=1")
-    run(tmp_path / "parts", "num_rollouts=2", f"resume={tmp_path / 'parts'}")
+    loaded = load("diffusion/sd3_vllmomni", [*TOY, "num_rollouts=2", f"run.dir={tmp_path / 'parts'}"])
+    with build_trainer(loaded) as trainer:
+        trainer.request_stop(signal.SIGTERM)
+        with pytest.raises(Preempted):
+            trainer.train()
+    assert len(metrics_of(tmp_path / "parts")) == 1
+    run(tmp_path / "parts", "num_rollouts=2")
     assert metrics_of(tmp_path / "parts") == metrics_of(tmp_path / "whole")
 
 

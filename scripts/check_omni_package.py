@@ -27,12 +27,13 @@ from scripts.check_engine_package import Exchange, Json
 
 PACKAGES = ("vllm-omni", "vllm", "torch", "transformers", "diffusers")
 CASES = (
-    ("sd3", "full", "http"),
-    ("sd3", "merged", "ipc"),
-    ("sd3", "adapters", "http"),
-    ("hunyuan_video15", "full", "ipc"),
+    ("sd3", "full", "http", "fp32"),
+    ("sd3", "merged", "ipc", "fp32"),
+    ("sd3", "adapters", "http", "fp32"),
+    ("sd3", "adapters", "ipc", "bf16"),
+    ("hunyuan_video15", "full", "ipc", "fp32"),
 )
-"""Families, kinds of weights and transports for which the real server is started."""
+"""Families, kinds of weights, transports and dtypes for which the real server is started."""
 IMAGE_WIDTH = 1152
 """The width of the image embeddings that vLLM-Omni gives HunyuanVideo 1.5, whatever its checkpoint says."""
 
@@ -63,11 +64,13 @@ def readable(content: bytes) -> Json:
 
 
 @contextmanager
-def omni_client(family: str, kind: str, folder: Path, path: str = "toy", **settings: Any) -> Iterator[OmniClient]:
+def omni_client(
+    family: str, kind: str, folder: Path, dtype: str = "fp32", path: str = "toy", **settings: Any
+) -> Iterator[OmniClient]:
     """A trainer of a tiny model and vLLM-Omni's engine. The server of the engine ends with the block."""
     from unirl.rollout.engine.vllm_omni.engine import VLLMOmniRolloutEngine
 
-    with client_of(VLLMOmniRolloutEngine, OmniClient, family, kind, folder, path, **settings) as each:
+    with client_of(VLLMOmniRolloutEngine, OmniClient, family, kind, folder, dtype, path, **settings) as each:
         yield each
 
 
@@ -152,14 +155,15 @@ def inside(file: Path) -> Json:
 def live(python: str, settings: Mapping[str, Any]) -> Json:
     """Start the real server with tiny models, and compare it with the trainer."""
     results: Json = {}
-    for family, kind, transport in CASES:
+    for case in CASES:
+        family, kind, transport, dtype = case
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model"
             write_model(family, path)
             given = {"python_executable": python, "transport": transport, **settings}
-            with omni_client(family, kind, Path(folder), str(path), **given) as each:
-                name = f"{family}, {kind}, {transport}"
-                results[name] = checked(each, is_first=(family, kind, transport) == CASES[0])
+            with omni_client(family, kind, Path(folder), dtype, str(path), **given) as each:
+                name = ", ".join(case)
+                results[name] = checked(each, is_first=case == CASES[0])
                 print(name, json.dumps(results[name]), flush=True)
     return {"settings": {"engine_args": settings.get("engine_args", {})}, "results": results}
 

@@ -12,7 +12,8 @@ from unirl.distributed.group.rank import current
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline
 from unirl.rollout.engine.serving.http_server import ServerAccess
 from unirl.rollout.engine.serving.latents import LatentServingEngine
-from unirl.rollout.engine.sglang.server import DiffusionServerSettings, LoraMergeMode, Program, SGLangDiffusionServer
+from unirl.rollout.engine.sglang.server import DiffusionServerSettings, LoraMergeMode, SGLangDiffusionServer
+from unirl.rollout.engine.sglang_llm.server import Program
 from unirl.types.protocols import Capabilities
 
 

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import msgspec
 import torch
@@ -19,12 +19,14 @@ from unirl.config.errors import EngineError, IncompatibleError, SyncError
 from unirl.config.http import Reply
 from unirl.distributed.weight_sync.base import WeightLayout
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, pipeline_class
-from unirl.rollout.engine.serving.http_server import HttpServer, ServerAccess, option_words, shown
+from unirl.rollout.engine.serving.http_server import HttpServer, ServerAccess, option_words
 from unirl.rollout.engine.serving.latents import LatentAnswer, LatentRequest, LatentServer
 from unirl.rollout.engine.serving.process import LOOPBACK, free_port
 from unirl.rollout.engine.serving.sigma_verify import UsedSettings
 from unirl.rollout.engine.sglang import messages
 from unirl.rollout.engine.sglang.families import FAMILIES, ServedFamily, wire_names
+from unirl.rollout.engine.sglang_llm.messages import Outcome
+from unirl.rollout.engine.sglang_llm.server import Program
 from unirl.sde.kernels import CPSSDEStrategy
 from unirl.types.device import CPU
 from unirl.types.facts import LatentFacts
@@ -35,9 +37,7 @@ OWN_ARGUMENTS = (
     *("base-gpu-id", "dit-precision", "text-encoder-precisions", "lora-merge-mode", "warmup-mode"),
 )
 """Arguments of the server that this file sets."""
-Program = Literal["sglang", "fake"]
 LoraMergeMode = Literal["dynamic", "merge", "auto"]
-AnswerT = TypeVar("AnswerT")
 LAYERS = re.compile(r"Updated (\d+) LoRA layers .* \(skipped (\d+) unknown layers\)")
 PRECISIONS: Mapping[torch.dtype, str] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -99,7 +99,9 @@ class SGLangDiffusionServer(HttpServer, LatentServer):
         if bundle.root is None:
             self.root = self.folder / "base"
             if not self.root.exists():
+                bundle.offload(bundle.frozen)
                 self.pipeline.write_model({}, self.root)
+                bundle.onload(bundle.frozen)
         else:
             self.root = bundle.root
         spec = layout.adapter
@@ -156,7 +158,7 @@ class SGLangDiffusionServer(HttpServer, LatentServer):
         return {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads()), **self.settings.env}
 
     def check_ready(self) -> None:
-        model = self._get("/model_info", messages.DiffusionModelInfo)
+        model = self.get("/model_info", messages.DiffusionModelInfo)
         wanted = pipeline_class(self.pipeline.bundle).__name__
         if model.architectures != [wanted]:
             where = f"at rollout.url={self.access.url}" if self.access.url else "that was started"
@@ -292,12 +294,12 @@ class SGLangDiffusionServer(HttpServer, LatentServer):
     def _checksum(self) -> str:
         """The checksum of all weights of the trained module."""
         reply = self.insist_on("/get_weights_checksum", {"module_names": [messages.MODULE]})
-        return self._read(reply, dict[str, str])[messages.MODULE]
+        return self.read(reply, dict[str, str])[messages.MODULE]
 
-    def _change(self, path: str, body: messages.Body) -> messages.Outcome:
+    def _change(self, path: str, body: messages.Body) -> Outcome:
         """The answer to a request about weights. Raises SyncError if the server reports that it failed."""
         try:
-            outcome = self._read(self.insist_on(path, body), messages.Outcome)
+            outcome = self.read(self.insist_on(path, body), Outcome)
         except EngineError as error:
             raise SyncError(str(error)) from error
         if not outcome.success:
@@ -319,19 +321,6 @@ class SGLangDiffusionServer(HttpServer, LatentServer):
     def stop(self) -> None:
         super().stop()
         self._remove()
-
-    # Reading
-
-    def _get(self, path: str, kind: type[AnswerT]) -> AnswerT:
-        reply = self.insist(f"to {path}", lambda: self.http.request("GET", path))
-        return self._read(reply, kind)
-
-    def _read(self, reply: Reply, kind: type[AnswerT]) -> AnswerT:
-        """The body of a reply. Raises EngineError if it is no `kind`."""
-        try:
-            return msgspec.json.decode(reply.body, type=kind)
-        except msgspec.DecodeError as error:
-            raise EngineError(f"{self.name}: an answer cannot be read: {error}: {shown(reply)}") from error
 
 
 def served_family(pipeline: DiffusersPipeline[Any]) -> ServedFamily:

@@ -79,6 +79,7 @@ def requests_of_the_engine() -> list[Exchange]:
     from unirl.testing.conformance.vllm_omni import fake_vllm_omni
 
     exchanges: list[Exchange] = []
+    settings: Json = {"program": "fake", "concurrency": 1}  # one after another, so that their order is always the same
     for kind, transport in (("full", "http"), ("adapters", "ipc")):
         fake = fake_vllm_omni("toy", 0, "fp32", (), None)
         thread = threading.Thread(target=fake.serve_forever)
@@ -86,7 +87,7 @@ def requests_of_the_engine() -> list[Exchange]:
         try:
             with (
                 tempfile.TemporaryDirectory() as folder,
-                omni_client("sd3", kind, Path(folder), program="fake", url=fake.url, transport=transport) as each,
+                omni_client("sd3", kind, Path(folder), url=fake.url, transport=transport, **settings) as each,
             ):
                 each.push()
                 each.train(0)

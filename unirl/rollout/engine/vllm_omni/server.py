@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import msgspec
 import torch
@@ -42,7 +42,6 @@ OWN_SETTINGS = ("model", "model_class_name", "dtype", "num_gpus", "worker_extens
 """Fields of `OmniDiffusionConfig` that this file sets, or the program."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 Program = Literal["vllm_omni", "fake"]
-AnswerT = TypeVar("AnswerT")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +155,7 @@ class VLLMOmniServer(HttpServer, LatentServer):
         return {VISIBLE: visible.split(",")[index] if visible else str(index)}
 
     def check_ready(self) -> None:
-        info = self._get("/info", messages.OmniInfo)
+        info = self.get("/info", messages.OmniInfo)
         where = f"at rollout.url={self.access.url}" if self.access.url else "that was started"
         wanted = {"pipeline": self.family.pipeline, "dtype": self._dtype}
         for key, value in wanted.items():
@@ -255,13 +254,13 @@ class VLLMOmniServer(HttpServer, LatentServer):
         return {name: self.held[wire] for name, wire in self.wire.items()}
 
     def current_weights(self) -> str:
-        name = self._get("/weights", messages.OmniWeights).weights
+        name = self.get("/weights", messages.OmniWeights).weights
         return "those of a transfer that has not ended" if name is None else name
 
     def _fingerprints(self, path: str) -> Mapping[str, Fingerprint]:
         reply = self._change(path, {})
         try:
-            return read_fingerprints(msgspec.json.decode(reply.body, type=dict[str, Any]))
+            return read_fingerprints(self.read(reply, dict[str, Any]))
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(f"{self.name}: an answer cannot be read: {error}: {shown(reply)}") from error
 
@@ -292,15 +291,6 @@ class VLLMOmniServer(HttpServer, LatentServer):
     def stop(self) -> None:
         super().stop()
         self._remove()
-
-    # Reading
-
-    def _get(self, path: str, kind: type[AnswerT]) -> AnswerT:
-        reply = self.insist(f"to {path}", lambda: self.http.request("GET", path))
-        try:
-            return msgspec.json.decode(reply.body, type=kind)
-        except msgspec.DecodeError as error:
-            raise EngineError(f"{self.name}: an answer cannot be read: {error}: {shown(reply)}") from error
 
 
 def served_family(pipeline: DiffusersPipeline[Any]) -> OmniFamily:

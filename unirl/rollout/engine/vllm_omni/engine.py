@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from unirl.config.dependencies import need
 from unirl.distributed.group.rank import current
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline
+from unirl.rollout.engine.environments import ENVIRONMENTS
 from unirl.rollout.engine.serving.http_server import ServerAccess
 from unirl.rollout.engine.serving.latents import LatentServingEngine
-from unirl.rollout.engine.vllm_omni.server import VERSION, OmniServerSettings, Program, VLLMOmniServer
+from unirl.rollout.engine.vllm_omni.server import OmniServerSettings, Program, VLLMOmniServer
 from unirl.rollout.engine.vllm_omni.transports import ServerTransport
 from unirl.types.protocols import Capabilities
 
@@ -55,7 +55,8 @@ class VLLMOmniRolloutEngine(LatentServingEngine):
                 protocol, runs on a CPU without vllm-omni, and is used at scale=toy.
             url: the address of a server that runs, such as http://127.0.0.1:30000. Absent: the engine starts one, and
                 stops it at the end.
-            python_executable: the Python of the environment with vllm-omni. Absent: the one that runs UniRL.
+            python_executable: the Python of the environment with the server. Absent: that of `unirl engines install
+                vllm_omni`, or, if it has the package, the one that runs UniRL.
             transport: the way of weights from the engine to its server. http: in requests, through main memory. ipc: a
                 buffer on the device that both share, by CUDA IPC.
             max_num_seqs: samples that share a forward. With more than 1 the bits of a sample depend on the others.
@@ -68,12 +69,12 @@ class VLLMOmniRolloutEngine(LatentServingEngine):
             timeout_s: seconds that it has for one sample.
             max_restarts: how often a server that ended is started again. The weights are then sent again.
         """
-        if url is None and python_executable is None and program == "vllm_omni":
-            need("vllm_omni", by="rollout.python_executable, the Python of its environment,", install=INSTALL)
+        starts = url is None and program != "fake"
+        python = ENVIRONMENTS["vllm_omni"].python_for(python_executable) if starts else None
         root = Path(tempfile.mkdtemp(prefix="unirl-")) if run_dir is None else run_dir
         access = ServerAccess(
             url=url,
-            python_executable=python_executable,
+            python_executable=python,
             start_timeout_s=start_timeout_s,
             timeout_s=timeout_s,
             max_restarts=max_restarts,
@@ -90,10 +91,3 @@ class VLLMOmniRolloutEngine(LatentServingEngine):
         )
         folder = root / "engine" / f"omni-{current().rank}"
         super().__init__(pipeline, VLLMOmniServer(pipeline, folder, access, settings))
-
-
-INSTALL = (
-    f"make an environment of its own (python -m venv omni-env; omni-env/bin/pip install vllm=={VERSION} "
-    f"vllm-omni=={VERSION}), and set rollout.python_executable=omni-env/bin/python"
-)
-"""The way to an environment with vllm-omni. Its packages conflict with those of UniRL."""

@@ -7,6 +7,7 @@ The first form takes half a minute, and starts no server. It records the request
 and the Python of the environment reads each of them with the classes of the package. The second form also starts the
 real server with a tiny model, once for each kind of weights that can be sent: it compares log-probs with the trainer's,
 before and after updates and after a kill, and keeps the answers. `settings.yaml` has further settings of `rollout`.
+`--engine sglang` is the diffusion server (check_diffusion_package.py).
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ CLASSES = {
 }
 """Path to the class of the package that reads the body. `/flush_cache` has no body."""
 PAYLOAD = "serialized_named_tensors"
+HASHES = ("expected_checksums", "expected_named_tensors_sha256", "request_id", "inference_time_s")
+"""Keys whose values change from run to run."""
 PACKAGES = ("sglang", "torch", "transformers")
 RANDOM = re.compile(r"-[0-9a-f]{8}\b")
 """The random parts of the names of requests and weights."""
@@ -96,8 +99,7 @@ class Client:
         def request(method: str, path: str, *, content: bytes | None = None, **keys: Any) -> Any:
             reply = plain(method, path, content=content, **keys)
             body = json.loads(content) if content else None
-            answer = json.loads(reply.body) if reply.content_type == "application/json" else reply.body.decode()
-            self.exchanges.append(Exchange(method, path, body, reply.status, answer))
+            self.exchanges.append(Exchange(method, path, body, reply.status, answer_in(reply)))
             return reply
 
         http.request = request
@@ -126,6 +128,29 @@ class Client:
         with torch.no_grad():
             replay = self.trained.stage.replay(track.conditions, track.segment)
         return float((track.segment.logp - replay.logp).abs().max())
+
+
+def answer_in(reply: Any) -> Any:
+    """The body of a reply. Of tensors in MessagePack, which have their bytes, only dtype and shape are kept."""
+    import msgspec
+
+    if reply.content_type == "application/json":
+        return json.loads(reply.body)
+    try:
+        return without_bytes(msgspec.msgpack.decode(reply.body))
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return reply.body.decode()
+
+
+def without_bytes(value: Any) -> Any:
+    """A decoded answer with `float32 [3, 64, 64]` in place of a tensor."""
+    if isinstance(value, list):
+        return [without_bytes(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if "__tensor__" in value:
+        return f"{value['dtype']} {value['shape']}"
+    return {key: without_bytes(each) for key, each in value.items()}
 
 
 @contextmanager
@@ -213,8 +238,10 @@ def described(body: Any) -> Any:
         return [described(each) for each in body]
     if not isinstance(body, dict):
         return body
-    kept = {key: value for key, value in body.items() if key not in (PAYLOAD, "expected_checksums")}
+    kept = {key: value for key, value in body.items() if key not in (PAYLOAD, *HASHES)}
     result = {described(key): described(value) for key, value in kept.items()}
+    if "expected_named_tensors_sha256" in body:
+        result["expected_named_tensors_sha256"] = sorted(body["expected_named_tensors_sha256"])[:3]
     if PAYLOAD in body:
         tensors = tensors_in(body[PAYLOAD][0])
         result[PAYLOAD] = [f"{name} {each.dtype} {list(each.shape)}" for name, each in tensors.items()]
@@ -321,7 +348,7 @@ def checked(each: Client, kind: str) -> Json:
 def aborted(each: Client, attempts: int = 10) -> str:
     """The error of a request that is aborted while it runs. Some end by themselves before."""
     from unirl.config.http import RequestFailed
-    from unirl.rollout.engine.serving.server import TokenRequest
+    from unirl.rollout.engine.serving.tokens import TokenRequest
     from unirl.types.sampling import ARSamplingParams
 
     server = each.engine.server
@@ -356,26 +383,43 @@ def shortened(exchange: Exchange) -> Json:
     return {"status": exchange.status, "body": described(answer)}
 
 
+def arguments() -> list[str]:
+    """The arguments of a server that the engine would start, without the command."""
+    with tempfile.TemporaryDirectory() as folder, client("adapters", Path(folder), python_executable="python") as each:
+        each.engine.server.prepare(each.sync.train.prepare(False))
+        words: list[str] = each.engine.server.words("python", 30000)
+        return words[3:]
+
+
+def checks_of(engine: str) -> Any:
+    """The module with the checks of an engine: this one, or that of diffusion servers."""
+    if engine == "sglang_llm":
+        return sys.modules[__name__]
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from scripts import check_diffusion_package
+
+    return check_diffusion_package
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", choices=["sglang_llm"], default="sglang_llm")
+    parser.add_argument("--engine", choices=["sglang_llm", "sglang"], default="sglang_llm")
     parser.add_argument("--python", help="the Python of the environment with the package")
     parser.add_argument("--serve", type=Path, help="also start the real server, with these settings of `rollout`")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
+    checks = checks_of(options.engine)
     if options.inside:
-        print(json.dumps(inside(options.inside)))
+        print(json.dumps(checks.inside(options.inside)))
         return
     import yaml
 
-    exchanges = [each for each in requests_of_the_engine() if each.method == "POST"]
-    with tempfile.TemporaryDirectory() as folder, client("adapters", Path(folder), python_executable="python") as each:
-        each.engine.server.prepare(each.sync.train.prepare(False))
-        arguments = each.engine.server.words("python", 30000)[3:]
+    exchanges = [each for each in checks.requests_of_the_engine() if each.method == "POST"]
+    with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "requests.json"
         requests = [{"path": each.path, "body": each.body} for each in exchanges]
-        file.write_text(json.dumps({"requests": requests, "arguments": arguments}))
-        words = [options.python, __file__, "--inside", str(file)]
+        file.write_text(json.dumps({"requests": requests, "arguments": checks.arguments()}))
+        words = [options.python, __file__, "--engine", options.engine, "--inside", str(file)]
         env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         answer = subprocess.run(words, capture_output=True, text=True, env=env, check=False)
     if answer.returncode:
@@ -384,7 +428,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     record = records.get(options.engine, {}) | json.loads(answer.stdout.splitlines()[-1])
     record |= {"date": str(date.today()), "requests": distinct(exchanges)}
     if options.serve:
-        record["live"] = {"date": str(date.today())} | live(options.python, yaml.safe_load(options.serve.read_text()))
+        record["live"] = {"date": str(date.today())} | checks.live(
+            options.python, yaml.safe_load(options.serve.read_text())
+        )
     RECORD.write_text(json.dumps(records | {options.engine: record}, indent=1) + "\n")
     print(f"{RECORD}: {record['requests_read']} with {record['packages']}")
 

@@ -6,16 +6,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from unirl.testing.conformance.http_server import JsonServer
+from unirl.testing.conformance.sglang import fake_sglang_diffusion
 from unirl.testing.conformance.sglang_llm import fake_sglang
 from unirl.types.protocols import DtypeName
 
 
 @contextmanager
-def sglang(fault: str | None = None, *flags: str, seeds: bool = True, dtype: DtypeName = "fp32") -> Iterator[str]:
-    """A fake SGLang server of the tiny Qwen3. Yields its address."""
-    words = [*flags, "--enable-memory-saver", "--enable-weights-cpu-backup"]
-    words += ["--enable-deterministic-inference"] if seeds else []
-    server = fake_sglang("toy", 0, dtype, words, fault)
+def running(server: JsonServer) -> Iterator[str]:
+    """A server that answers until the end of the block. Yields its address."""
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
@@ -24,3 +23,19 @@ def sglang(fault: str | None = None, *flags: str, seeds: bool = True, dtype: Dty
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def sglang(fault: str | None = None, *flags: str, seeds: bool = True, dtype: DtypeName = "fp32") -> Iterator[str]:
+    """A fake SGLang server of the tiny Qwen3. Yields its address."""
+    words = [*flags, "--enable-memory-saver", "--enable-weights-cpu-backup"]
+    words += ["--enable-deterministic-inference"] if seeds else []
+    with running(fake_sglang("toy", 0, dtype, words, fault)) as url:
+        yield url
+
+
+@contextmanager
+def sglang_diffusion(fault: str | None = None, path: str = "toy", dtype: DtypeName = "fp32") -> Iterator[str]:
+    """A fake diffusion server of SGLang with the tiny SD3, or the model in a folder. Yields its address."""
+    with running(fake_sglang_diffusion(path, 0, dtype, (), fault)) as url:
+        yield url

@@ -6,7 +6,7 @@ import runpy
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
@@ -28,18 +28,23 @@ def forkserver() -> ForkServerContext:
     return context
 
 
-def run_python(words: Sequence[str], folder: Path) -> tuple[int, str]:
-    """Exit status and output of `python *words` in `folder`: a script or `-m` and a module, each with its arguments."""
+def run_python(words: Sequence[str], folder: Path, environ: Mapping[str, str] | None = None) -> tuple[int, str]:
+    """Exit status and output of `python *words` in `folder`: a script or `-m` and a module, each with its arguments.
+
+    Args:
+        environ: environment variables to add.
+    """
     with tempfile.TemporaryDirectory() as place:
         output = Path(place) / "output"
-        process = forkserver().Process(target=_run_python, args=(list(words), folder, output))
+        process = forkserver().Process(target=_run_python, args=(list(words), folder, output, dict(environ or {})))
         process.start()
         process.join()
         assert process.exitcode is not None
         return process.exitcode, output.read_text()
 
 
-def _run_python(words: list[str], folder: Path, output: Path) -> None:
+def _run_python(words: list[str], folder: Path, output: Path, environ: dict[str, str]) -> None:
+    os.environ.update(environ)
     written = os.open(output, os.O_WRONLY | os.O_CREAT)
     os.dup2(written, 1)
     os.dup2(written, 2)

@@ -29,6 +29,11 @@ def block(title: str, language: str) -> str:
     return found[1]
 
 
+def commands(title: str) -> list[list[str]]:
+    """The lines of the first shell block below a heading, each as words without its comment."""
+    return [shlex.split(line, comments=True) for line in block(title, "bash").splitlines()]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder with the files that the README tells a user to write."""
@@ -43,7 +48,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("title", ["Your own reward", "Your own data", "Your own model", "Your own loss and recipe"])
 def test_the_commands_of_the_readme_run(folder, title: str) -> None:
-    check, train = [shlex.split(line, comments=True)[1:] for line in block(title, "bash").splitlines()]
+    check, train = [words[1:] for words in commands(title) if words[0] == "unirl"]
     status, output = run_python(["-m", "unirl.cli", *check], folder)
     assert status == 0, output
     run = folder / f"run {title}"
@@ -52,6 +57,26 @@ def test_the_commands_of_the_readme_run(folder, title: str) -> None:
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 1
     if title == "Your own reward":
         assert "reward/darkness_mean" in json.loads((run / "metrics.jsonl").read_text())
+
+
+def test_the_lines_of_the_first_gpu_run_work_in_their_order(tmp_path) -> None:
+    """In a fresh checkout. Instead of the training that needs a GPU, its recipe and settings are checked."""
+    for name in ("datasets", "examples"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    environ = {"HF_HUB_OFFLINE": "1"}
+    answers = {}
+    for number, (program, *words) in enumerate(commands("First GPU run")):
+        if program == "export":
+            environ |= dict([words[0].split("=", 1)])
+            continue
+        assert program == "unirl"
+        words = ["check", *words[1:]] if "run.name=first" in words else words
+        status, output = run_python(["-m", "unirl.cli", *words], tmp_path, environ)
+        answers[number, words[0]] = status
+        assert "error[" not in output, output
+    assert [word for _, word in answers] == ["train", "doctor", "fit", "check"]
+    assert [status for (_, word), status in answers.items() if word != "doctor"] == [0, 0, 0]
+    assert answers[3, "doctor"] in (0, 3)
 
 
 def test_plain_diffusers_loads_the_adapter_of_the_quick_start(tmp_path) -> None:

@@ -15,7 +15,7 @@ import torch
 from tests import fake_servers
 from unirl.cli.main import main
 from unirl.config.http import HttpClient
-from unirl.rollout.engine.sglang_llm.messages import pickled
+from unirl.rollout.engine.serving.payloads import pickled
 
 PROMPT = [72, 101, 108]
 

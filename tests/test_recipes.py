@@ -67,6 +67,10 @@ ALL_WEIGHTS = {
     "backend.lora_cfg.alpha": None,
     "backend.optimizer_cfg.learning_rate": 1e-5,
 }
+SGLANG = {
+    "rollout._target_": "unirl.rollout.engine.sglang.engine.SGLangRolloutEngine",
+    "sync._target_": "unirl.distributed.weight_sync.sync.EngineSync",
+}
 APART = {"placement.train": "0-3", "placement.rollout": "4-7"}
 
 SD3_DPPO = {key: value for key, value in SD3.items() if key != "algorithm.clip_range"} | {
@@ -263,6 +267,26 @@ PUBLISHED = {
     "diffusion/sd3_replica_lora_separate": SD3 | LAYOUT | APART,
     "diffusion/sd3_replica_full_colocate": SD3 | LAYOUT | ALL_WEIGHTS | {"placement": None},
     "diffusion/sd3_replica_full_separate": SD3 | LAYOUT | ALL_WEIGHTS | APART,
+    "diffusion/sd3_sglang_native_colocate": SD3
+    | LAYOUT
+    | SGLANG
+    | {"batch_size": 96, "num_devices": 16, "algorithm.old_logp_source": "rollout"}
+    | {"sampling.trajectory_dtype": "fp32", "placement": None},
+    "diffusion/sd3_sglang_replay_colocate": SD3
+    | LAYOUT
+    | SGLANG
+    | {"batch_size": 96, "num_devices": 16, "placement": None},
+    "diffusion/sd3_sglang_full_tensor": SD3 | LAYOUT | SGLANG | {"sync.merge_adapters": True, "placement": None},
+    "diffusion/sd3_sglang_full_nccl_separate": SD3 | LAYOUT | SGLANG | APART | {"sync.merge_adapters": True},
+    "diffusion/sd3_sglang_lora_separate": SD3 | LAYOUT | SGLANG | APART,
+    "diffusion/sd3_nft_sglang": CLEAN_SAMPLES
+    | SGLANG
+    | {"algorithm.beta": 1.0, "backend.optimizer_cfg.weight_decay": 1e-4, "num_devices": 16}
+    | {"placement.train": "0-7", "placement.rollout": "8-15", "sync.merge_adapters": True},
+    "diffusion/flux2_klein_sglang": KLEIN
+    | SGLANG
+    | {"num_devices": 8, "sampling.init_same_noise": False}
+    | {"sampling.kernel._target_": "unirl.sde.kernels.FlowSDEStrategy"},
     "diffusion/sd3_trainside": SD3
     | FIRST_HALF
     | {"stack.micro_batch_size": "auto", "sampling.init_same_noise": False, "backend.optimizer_cfg.weight_decay": 0.0}

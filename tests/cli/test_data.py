@@ -68,7 +68,7 @@ def test_many_problems_are_counted_and_some_are_shown(capsys, file):
 def test_the_setting_of_a_scorer_decides_what_it_misses(capsys, file):
     path = file('{"prompt": "x", "metadata": {"text": "Hi"}}', '{"prompt": "\\"y\\""}')
     status, _, err = run(capsys, "check", path, "-r", "ocr", "--set", "target_key=text")
-    assert status == 4 and f"{path}:2: no text in metadata 'text'" in err and f"{path}:1:" not in err
+    assert status == 4 and f"{path}:2: " in err and "no text in metadata 'text'" in err and f"{path}:1:" not in err
 
 
 def test_the_report_as_json_holds_all_problems(capsys, file):
@@ -94,7 +94,35 @@ def test_a_recipe_brings_its_files_and_its_reward(capsys, monkeypatch, file):
     ocr = "reward.backend._target_=unirl.reward.local.ocr.OCRRewardScorer"
     path = file(GOOD, '{"prompt": "nothing"}')
     status, _, err = run(capsys, *recipe, ocr, f"data_source.data_path={path}", "evaluation.data_path=null")
-    assert status == 4 and err.startswith("error[4002]: 1 problem ") and f"{path}:2: no text in double quotes" in err
+    assert (
+        status == 4
+        and err.startswith("error[4002]: 1 problem ")
+        and f"{path}:2: " in err
+        and "no text in double quotes" in err
+    )
+
+
+SHAPES = ('{"prompt": "a red circle", "metadata": {"color": "red", "shape": "circle"}}', '{"prompt": "a cat"}',
+          '{"prompt": "an orange circle", "metadata": {"color": "orange", "shape": "circle"}}')  # fmt: skip
+
+
+def test_the_shapes_reward_names_every_prompt_that_it_cannot_score(capsys, file):
+    path = file(*SHAPES)
+    status, _, err = run(capsys, "check", path, "--reward", "shapes")
+    assert status == 4 and err.startswith("error[4002]: 2 problems in prompt files:")
+    assert f"{path}:2: " in err and "no attribute" in err
+    assert f"{path}:3: " in err and "'color' is 'orange'" in err and "Write one of red, green" in err
+
+
+@pytest.mark.parametrize("command", [["check"], ["train", "num_rollouts=1"], ["data", "check", "--recipe"]])
+def test_a_prompt_without_a_score_is_refused_before_a_folder_is_made(capsys, monkeypatch, file, tmp_path, command):
+    monkeypatch.chdir(tmp_path)
+    path = file(*SHAPES[::-1])
+    status = main([*command, "diffusion/quickstart", "batch_size=3", f"data_source.data_path={path}"])
+    err = capsys.readouterr().err
+    assert status == 4 and f"{path}:1: reward 'ShapesRewardScorer' cannot score this prompt: " in err
+    assert "1 more" in err or f"{path}:2: " in err
+    assert [entry.name for entry in tmp_path.iterdir()] == ["prompts.jsonl"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 import errno
 import os
 import shutil
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -206,3 +208,31 @@ def test_the_refusal_of_another_recipe_is_short(tmp_path, monkeypatch, capsys):
     assert main(["export", str(run)]) == 0  # which reads no state of the optimizer
     assert main(["eval", str(run)]) == 7
     assert "optimizer.safetensors is damaged (checksum differs)" in capsys.readouterr().err
+
+
+WITHOUT_LIBRARIES = """
+import sys
+from unirl.cli.main import main
+status = main(sys.argv[1:])
+print([name for name in ("diffusers", "transformers", "peft", "scipy") if name in sys.modules])
+sys.exit(status)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        (["check", "diffusion/quickstart"], 0),
+        (["check", "pe/quickstart"], 0),
+        (["check", "diffusion/quickstart", "backend.lora_cfg.target_modules=[to_kk]"], 2),
+        (["train", "diffusion/sd3_trainside"], 4),
+    ],
+    ids=["quick start", "prompt enhancement", "mistyped layer", "absent model"],
+)
+def test_what_is_known_before_a_model_loads_is_answered_without_its_libraries(tmp_path, words, status) -> None:
+    """They take seconds to import. The model of the last case is neither in the cache nor reachable."""
+    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    environ.pop("PRETRAINED_MODEL", None)
+    command = [sys.executable, "-c", WITHOUT_LIBRARIES, *words]
+    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (status, "[]"), done.stderr

@@ -104,6 +104,108 @@ def test_a_mistake_in_a_class_of_the_user_names_it(package, capsys, tmp_path, te
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
+LOSS = """\
+from dataclasses import dataclass
+
+from unirl.algorithms.base import StageAlgorithm
+from unirl.algorithms.shared.denoising import DenoisingLoss
+
+{decorator}
+class Mine({base}):
+{body}
+"""
+DECORATED = "@dataclass(frozen=True, kw_only=True)"
+FIELD = "    width: float = 1e-3\n"
+OLD = "    def old_quantities(self): return ('logp',)\n"
+EQUATION = "    def policy_loss(self, new, rows, part, advantages, now): ...\n"
+WHOLE = FIELD + OLD + EQUATION
+WRITE = r"Write @dataclass\(frozen=True, kw_only=True\) above the class"
+
+
+@pytest.mark.parametrize(
+    ("decorator", "base", "body", "said"),
+    [
+        (DECORATED, "DenoisingLoss", FIELD + EQUATION, r"scoring\.py:6: it has no old_quantities .*Write it as "),
+        (DECORATED, "DenoisingLoss", EQUATION + OLD.replace("tities", "tites"), r"It has old_quantites: rename it"),
+        (DECORATED, "DenoisingLoss", OLD, r"it has no policy_loss (?s:.*)Contract of DenoisingLoss\.policy_loss: "),
+        (DECORATED, "StageAlgorithm", "    pass", r"it has no loss, measure, parts (?s:.*)StageAlgorithm\.parts:"),
+        ("", "DenoisingLoss", WHOLE, rf"scoring\.py:7: its base .* so width would be no key\. {WRITE}"),
+        (DECORATED.replace(", kw_only=True", ""), "DenoisingLoss", WHOLE, rf"width would be .*{WRITE}"),
+        ("", "DenoisingLoss", "    def __init__(self): ...\n" + OLD + EQUATION, r"it has an __init__"),
+        ("@dataclass", "DenoisingLoss", WHOLE, r"scoring\.py:6: TypeError: cannot inherit non-frozen"),
+        (DECORATED, "DenoisingLoss", WHOLE.replace(": float", ""), r"no key\. Write width: float = 0\.001"),
+    ],
+)  # fmt: skip
+def test_a_loss_of_the_user_that_cannot_be_built_is_refused_by_check(
+    package, capsys, tmp_path, decorator, base, body, said
+):
+    name = package(LOSS.format(decorator=decorator, base=base, body=body))
+    loss = [f"plugins=[{name}]", f"algorithm._target_={name}.scoring.Mine", "algorithm.width=2e-3"]
+    assert main(["check", "diffusion/quickstart", *loss]) == 2
+    shown = capsys.readouterr().err
+    assert re.search(said, shown), shown
+    assert f"{name}.scoring" in shown and "sampling.width" not in shown
+    assert len(shown.rstrip().splitlines()) <= 6
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+CONSTRUCTOR = "    def __init__(self, {}): ...\n"
+READS = 'reads = ("images",)'
+
+
+@pytest.mark.parametrize("reads", ['reads = ("image",)', "", 'reads = "images"'])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_wrong_columns_are_refused_before_anything_loads(package, capsys, reads, weighted):
+    name = package(SCORER.replace(READS, reads).format(body=SOUND))
+    scorer = f"{{_target_: {name}.scoring.Mine}}"
+    block = f"{{_target_: unirl.reward.combine.WeightedRewards, scorers: {{a: {scorer}}}, weights: {{a: 1}}}}"
+    reward = f"reward.backend={block if weighted else scorer}"
+    assert main(["check", "diffusion/quickstart", f"plugins=[{name}]", reward]) == 2
+    shown = capsys.readouterr().err
+    assert re.search(r"scoring\.py:7.*Write a tuple of columns, such as reads = \(\"images\", ", shown), shown
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (CONSTRUCTOR.format("power") + SOUND, r"takes power by position.* Write def __init__\(self, \*, power\)"),
+        (CONSTRUCTOR.format("*, power") + SOUND, r"required and not set\. Write reward.backend.power=\.\.\.\n"),
+        ("    pass", r"scoring\.py:7: it has no score .*\n  Contract of RewardScorer\.score: "),
+        (SOUND.replace("score(", "scores("), r"it has no score .* It has scores: rename it"),
+    ],
+)
+def test_a_scorer_of_the_user_that_cannot_be_built_is_refused(package, capsys, body, said):
+    name = package(SCORER.format(body=body))
+    own = [f"plugins=[{name}]", f"reward.backend._target_={name}.scoring.Mine"]
+    assert main(["check", "diffusion/quickstart", *own]) == 2
+    shown = capsys.readouterr().err
+    assert re.search(said, shown), shown
+
+
+def test_a_class_without_the_base_of_scorers_is_told_the_base(package, capsys):
+    name = package("class Mine:\n    reads = ('images',)\n")
+    assert main(lint(name)) == 2
+    assert "has no base RewardScorer. Derive the class from unirl.reward.base.RewardScorer" in capsys.readouterr().err
+
+
+PICKY = """
+    def check_prompt(self, prompt, metadata):
+        if "cat" not in prompt:
+            from unirl.config.errors import RewardError
+            raise RewardError(f"there is no cat in {prompt!r}")
+"""
+
+
+def test_the_prompts_of_a_file_are_checked_by_a_scorer_of_the_user(package, capsys, tmp_path):
+    (tmp_path / "prompts.txt").write_text("a cat\na dog\n")
+    name = package(SCORER.format(body=SOUND + PICKY))
+    words = ["data", "check", "prompts.txt", "--reward", f"{name}.scoring.Mine"]
+    assert main([*words, "--plugins", name]) == 4
+    assert "prompts.txt:2: reward 'Mine' cannot score this prompt: there is no cat" in capsys.readouterr().err
+    assert main(words) == 2
+    assert f"allow it: plugins=[{name}]" in capsys.readouterr().err
+
+
 def test_a_message_shows_the_failing_lines_and_the_contract(package, capsys):
     body = SCORES + "return self.share(request)\n\n    def share(self, request):\n        return 1 / 0"
     assert main(lint(package(SCORER.format(body=body)))) == 6

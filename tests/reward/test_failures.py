@@ -1,7 +1,6 @@
 """A failed score is never zero: it is retried, then its group is dropped (up to a limit), else the run stops."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -73,11 +72,14 @@ def test_a_failure_after_all_retries_stops_the_step_if_nothing_may_be_dropped():
 
 
 def test_an_unreachable_reward_stops_the_run_instead_of_dropping_samples():
-    def gone(request):
-        raise RewardUnreachableError("no server at http://127.0.0.1:1")
+    class Gone(RewardScorer):
+        reads = ("images",)
+
+        def score(self, request):
+            raise RewardUnreachableError("no server at http://127.0.0.1:1")
 
     with pytest.raises(RewardError, match="no server") as caught:
-        scored(SimpleNamespace(reads=("images",), reads_levels=False, score=gone))
+        scored(Gone())
     assert caught.value.code == 6001
 
 

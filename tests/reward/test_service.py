@@ -1,7 +1,5 @@
 """The service attaches what the scorer said, row by row, and stops at anything else."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -9,6 +7,7 @@ from unirl.config.errors import ConfigError, RewardError
 from unirl.reward.base import RewardScorer, single
 from unirl.reward.combine import WeightedRewards
 from unirl.reward.local.image_statistics import BrightnessRewardScorer
+from unirl.reward.local.shapes import ShapesRewardScorer
 from unirl.reward.service import RewardService
 from unirl.testing.reward import check_reward
 from unirl.types.primitives import Images, Texts, Videos
@@ -55,6 +54,13 @@ def a_response():
 
 def attached(scorer):
     return RewardService(backend=scorer).score_and_attach(a_request(), a_response()).tracks["image"]
+
+
+def test_a_sample_without_a_score_names_the_line_of_its_prompt():
+    places = [f"mine.jsonl:{3 + i // 2}" for i in range(len(LEVELS))]
+    request = a_request().replace(places=places, metadata=[{"color": "red"}] * 2 + [{"color": "mauve"}] * 2)
+    with pytest.raises(RewardError, match=r"'g1:0'.*'mauve'.*Write one of red.*2 of 4.*belongs to mine\.jsonl:4\."):
+        RewardService(backend=ShapesRewardScorer()).score_and_attach(request, a_response())
 
 
 class Recorder(RewardScorer):
@@ -136,13 +142,15 @@ def test_a_score_that_is_not_finite_is_an_error_naming_reward_sample_and_value(v
 
 @pytest.mark.parametrize("total", [torch.zeros(3), torch.zeros(5), torch.zeros(4, 1), torch.tensor(0.0)])
 def test_a_wrong_count_is_an_error(total):
-    with pytest.raises(RewardError, match=r"'Broken'.*for 4 samples.*'g0:0'.*one number per sample") as caught:
+    with pytest.raises(
+        RewardError, match=r"(?s)'Broken'.*of \[4\], one number per sample.*4 samples, 'g0:0'"
+    ) as caught:
         attached(Broken(lambda request: response(total)))
     assert caught.value.code == 6002
 
 
 def test_missing_components_are_an_error():
-    with pytest.raises(RewardError, match="returned no components"):
+    with pytest.raises(RewardError, match="returned no components: name each score, as in components="):
         attached(Broken(lambda request: RewardResponse(total=torch.zeros(4), components={})))
 
 
@@ -213,8 +221,15 @@ def test_answers_of_ranks_join_to_the_answer_of_one():
 
 def test_offload_reaches_the_scorer():
     calls = []
-    scorer = SimpleNamespace(reads=(), offload=lambda: calls.append("off"), onload=lambda: calls.append("on"))
-    service = RewardService(backend=scorer)
+
+    class Moved(Recorder):
+        def offload(self):
+            calls.append("off")
+
+        def onload(self):
+            calls.append("on")
+
+    service = RewardService(backend=Moved())
     service.offload(())
     service.offload(("reward",))
     service.onload(("reward",))

@@ -96,3 +96,5 @@ def test_the_objective_is_the_score_and_has_a_gradient(scorer) -> None:
 def test_a_prompt_without_exactly_one_color_and_shape_is_refused(scorer, prompt) -> None:
     with pytest.raises(RewardError, match=r"one color .* and one shape"):
         scores(scorer, drawn()[:1], [prompt])
+    with pytest.raises(RewardError, match=r"one color .* and one shape"):
+        scorer.check_prompt(prompt, {})

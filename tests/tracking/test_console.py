@@ -12,6 +12,7 @@ import pytest
 from unirl.tracking.console import (
     ASCII,
     BARS,
+    LEGEND,
     Change,
     Console,
     Pace,
@@ -20,6 +21,7 @@ from unirl.tracking.console import (
     is_live,
     sparkline,
     step_line,
+    step_lines,
     width_without_terminal,
 )
 
@@ -78,7 +80,7 @@ def test_the_line_of_a_step_fits_and_always_has_step_reward_time_and_what_is_lef
 
 def test_a_short_line_keeps_whole_words_of_every_group():
     assert step_line("11:21:52", 12, 60, METRICS, 149.0, 80) == (
-        "11:21:52 step 12/60 reward=0.412\u00b10.083 color=0.55 | 3.1s gen=1.9 | eta 2m29s"
+        "11:21:52 step 12/60 reward=0.412\u00b10.083 | ratio=1.0000\u00b10.0004 | 3.1s | eta 2m29s"
     )
 
 
@@ -142,7 +144,7 @@ def test_a_step_is_a_sign_of_life_after_which_progress_waits(monkeypatch):
 def test_progress_is_no_part_of_the_log_and_leaves_the_terminal_at_the_end(tmp_path):
     stream = Terminal()
     console = Console(3, stream, {"TERM": "xterm"}, tmp_path / "console.log")
-    console.progress("load: import of torch")
+    console.progress("load: loading libraries (module 312)")
     console.step(1, METRICS)
     console.progress("train: micro-batch 3/48")
     console.close()
@@ -159,17 +161,56 @@ def test_what_a_run_does_is_shown_while_it_does_it(monkeypatch):
     def status() -> str:
         if stream.getvalue():
             asked.set()
-        return "load: import of torch"
+        return "load: loading libraries (module 312)"
 
     with Console(3, stream, {}).watching(status):
         assert asked.wait(600.0)
     shown = stream.getvalue()
-    assert set(shown.splitlines()) == {"load: import of torch"} and stream.getvalue() == shown
+    assert set(shown.splitlines()) == {"load: loading libraries (module 312)"} and stream.getvalue() == shown
 
 
 def test_a_line_of_text_says_how_long_responses_are_and_tokens_per_second():
     line = step_line("11:21:52", 12, 60, TEXT, 149.0)
     assert " zstd=0.06 len=25 cut=0.12 | " in line and " 20.6/s 1761tok/s | " in line
+
+
+def of_track(name: str, metrics: dict[str, float]) -> dict[str, float]:
+    return {f"{name}/{key}": value for key, value in metrics.items() if key.startswith(("rollout/", "train/"))}
+
+
+SEVERAL = {name: value for name, value in METRICS.items() if not name.startswith(("train/", "rollout/zero"))}
+SEVERAL |= of_track("recaption", TEXT) | of_track("image", METRICS)
+"""Metrics of a step with a track of texts and a track of images below it."""
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_each_of_several_tracks_has_a_row_with_all_of_its_columns(width):
+    head, *rows = step_lines("11:21:52", 12, 60, SEVERAL, 149.0, width)
+    assert head.startswith("11:21:52 step 12/60 reward=0.412\u00b10.083 color=0.55") and head.endswith(" | eta 2m29s")
+    assert rows == [
+        "  recaption ratio=1.0000\u00b10.0004 clip=0.00 kl=0.003 zstd=0.06 len=25 cut=0.12",
+        "  image     ratio=1.0000\u00b10.0004 clip=0.00 kl=0.003 zstd=0.06",
+    ]
+    assert max(map(len, [head, *rows])) <= width
+
+
+@pytest.mark.parametrize("live", [True, False], ids=["terminal", "pipe"])
+def test_the_console_and_the_log_show_the_rows_of_tracks(live, tmp_path):
+    stream = Terminal() if live else io.StringIO()
+    console = Console(60, stream, {"TERM": "xterm", "COLUMNS": "80", "LINES": "24"}, tmp_path / "console.log")
+    console.step(1, SEVERAL)
+    console.close()
+    for text in (stream.getvalue(), (tmp_path / "console.log").read_text()):
+        assert "  recaption ratio=1.0000" in text and "  image     ratio=1.0000" in text
+
+
+def test_the_legend_explains_every_column():
+    metrics = TEXT | {"train/skipped_updates": 1.0}
+    line = step_line("11:21:52", 12, 60, metrics, 149.0)
+    words = [word for word in line.split()[3:] if word != "|" and not word.startswith(("color", "shape", "2m29s"))]
+    columns = [word.partition("=")[0] if "=" in word else word.lstrip("0123456789.") for word in words]
+    assert {"reward", "kl", "len", "cut", "tok/s", "/s", "s", "drop", "skip", "mem", "eta"} <= set(columns)
+    assert [column for column in columns if not re.search(rf"(?<![\w/]){column}[: ]", LEGEND)] == []
 
 
 def test_an_evaluation_says_the_largest_number_of_each_share_of_right_answers():

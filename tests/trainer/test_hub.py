@@ -127,7 +127,8 @@ def test_an_export_has_a_model_card_and_is_pushed_with_it(hub: Hub, tmp_path: Pa
     card = hub.files["README.md"].decode()
     front, text = card.split("---\n")[1:3]
     assert yaml.safe_load(front) == {"library_name": "diffusers", "tags": ["unirl", "reinforcement-learning", "lora"]}
-    for fact in ("sd3_trainside", "DiffusionGRPO", "PickScoreRewardScorer", "1 of", "held-out reward after step 0"):
+    facts = ("sd3_trainside", "DiffusionGRPO", "PickScoreRewardScorer", "1 of", "held-out reward after step 0")
+    for fact in (*facts, "toy scale: random weights, rewards mean nothing"):
         assert fact in text
     assert "largest difference" in text and "pytorch_lora_weights.safetensors" in hub.files
     peft = next(run.glob("export/*/peft/README.md")).read_text()

@@ -25,6 +25,7 @@ from unirl.plan.preflight import preflight
 from unirl.plan.sizes import RecipeSizes
 from unirl.rollout.engine.composed.engine import rewrite_in
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
+from unirl.tracking.overview import draw_overview
 from unirl.trainer.assemble import build_trainer, check_device_memory
 from unirl.trainer.export import refuse_replacing
 from unirl.trainer.pe import PETrainer
@@ -33,7 +34,8 @@ from unirl.types.device import DeviceKind
 from unirl.types.primitives import Texts
 
 RECIPE = "pe/pe_trainside_pickscore"
-COMMON = ("scale=toy", "num_rollouts=2", "tracking.sample_steps=0", "evaluation.eval_steps=0", "rollout.pe_marker=null")
+COMMON = ("scale=toy", "num_rollouts=2", "tracking.sample_steps=0", "evaluation.eval_steps=0")
+REMARK = "toy scale: random weights, rewards mean nothing"
 
 
 @contextmanager
@@ -225,6 +227,26 @@ def test_a_page_shows_the_request_the_rewrite_and_the_image(finished) -> None:
     rows = [json.loads(line) for line in (finished / "samples/step-000002/manifest.jsonl").read_text().splitlines()]
     for row in rows:
         assert row["prompt"] in page and row["facts"]["rewrite"] and row["file"] in page
+
+
+def test_a_toy_draws_rewrites_keeps_its_last_step_and_says_that_its_rewards_mean_nothing(tmp_path, capfd) -> None:
+    run = tmp_path / "run"
+    settings = ("scale=toy", "num_rollouts=1", "evaluation.eval_steps=0", f"run.dir={run}")
+    assert main(["train", RECIPE, *settings]) == 0
+    assert metrics_of(run)[0]["diffusion/rollout/kept_prompt_ratio"] < 1
+    page = (run / "samples/step-000001/samples.md").read_text()
+    assert "Drawn from the rewrite:" in page and REMARK in page.replace("Toy", "toy")
+    banner, _, summary = capfd.readouterr().err.partition(" step 1/1 ")
+    assert f"note       {REMARK}" in banner and re.search(rf"^note +{REMARK}$", summary, re.MULTILINE)
+    assert main(["runs", str(tmp_path)]) == 0
+    listed = capfd.readouterr().out
+    assert f"{RECIPE} (toy)" in listed and REMARK in " ".join(listed.split())
+
+    with_remark = (run / "overview.png").read_bytes()
+    record = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(record | {"scale": "full"}))
+    draw_overview(run)
+    assert (run / "overview.png").read_bytes() != with_remark
 
 
 def test_a_run_that_is_stopped_goes_on_bit_for_bit(finished, tmp_path) -> None:
@@ -438,9 +460,9 @@ def test_the_banner_has_the_counts_of_both_policies(finished) -> None:
     assert "diffusion: 2 prompts x 4 ar x 4 samples = 32 samples" in banner
 
 
-def test_the_line_of_a_step_shows_the_ratio_of_both_policies(finished) -> None:
-    [line, *_] = [text for text in (finished / "logs/console.log").read_text().splitlines() if " step 1/2 " in text]
-    assert " ar.ratio=1.0000" in line and " diffusion.ratio=1.0000" in line
+def test_the_lines_of_a_step_show_the_ratio_of_both_policies(finished) -> None:
+    [step, *_] = re.findall(r" step 1/2 .*\n(.*)\n(.*)", (finished / "logs/console.log").read_text())
+    assert re.match(r"  ar        ratio=1\.0000", step[0]) and re.match(r"  diffusion ratio=1\.0000", step[1])
 
 
 def test_a_device_that_is_too_small_is_refused_with_the_keys_of_the_policy() -> None:

@@ -1,4 +1,4 @@
-"""The loop with a server of tokens: a restart changes nothing, and a server that mixes up rows is caught."""
+"""The loop with a server: a restart changes nothing, a run resumes, and a server that mixes up rows is caught."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ import pytest
 
 from tests import fake_servers
 from tests.run_files import metrics_of
-from unirl.config.errors import ParityError
+from unirl.config.errors import EngineError, ParityError
 from unirl.config.load import load
 from unirl.plan.preflight import preflight
+from unirl.rollout.engine.sglang.server import SGLangDiffusionServer
 from unirl.rollout.engine.sglang_llm.server import SGLangServer
 from unirl.trainer.assemble import build_trainer
 
-TOY = ("rollout=sglang", "scale=toy", "num_rollouts=2", "tracking.sample_steps=0", "evaluation.eval_steps=0")
+TOY = ("scale=toy", "num_rollouts=2", "tracking.sample_steps=0", "evaluation.eval_steps=0")
+TOKENS = ("llm/quickstart", "rollout=sglang")
+LATENTS = ("diffusion/sd3_sglang_native_colocate",)
 
 
-def run(folder: Path, *overrides: str) -> None:
-    loaded = load("llm/quickstart", [*TOY, f"run.dir={folder}", *overrides])
+def run(folder: Path, *overrides: str, recipe: tuple[str, ...] = TOKENS) -> None:
+    name, *own = recipe
+    loaded = load(name, [*own, *TOY, f"run.dir={folder}", *overrides])
     preflight(loaded)
     with build_trainer(loaded) as trainer:
         trainer.train()
@@ -47,4 +51,28 @@ def test_a_server_that_is_killed_within_a_step_changes_no_number_of_the_run(tmp_
 def test_exchanged_rows_stop_the_run_before_its_first_update(tmp_path) -> None:
     with fake_servers.sglang("swap-rows") as url, pytest.raises(ParityError):
         run(tmp_path, f"rollout.url={url}", "parity.stop=1")
+    assert not (tmp_path / "metrics.jsonl").exists() or metrics_of(tmp_path) == []
+
+
+def test_a_diffusion_server_that_is_killed_within_a_step_changes_no_number_of_the_run(
+    tmp_path, monkeypatch, capsys
+) -> None:
+    run(tmp_path / "unbroken", recipe=LATENTS)
+    sample, asked = SGLangDiffusionServer.sample, []
+
+    def killing(server, request, params, positions):
+        asked.append(request.id)
+        if len(asked) == 18:  # in the second step of 8 samples, after two pushes with 4 samples of the canary
+            os.killpg(server.process._process.pid, signal.SIGKILL)
+        return sample(server, request, params, positions)
+
+    monkeypatch.setattr(SGLangDiffusionServer, "sample", killing)
+    run(tmp_path / "killed", recipe=LATENTS)
+    assert metrics_of(tmp_path / "killed") == metrics_of(tmp_path / "unbroken")
+    assert "step 2 samples again: SGLang ended and was restarted" in capsys.readouterr().err
+
+
+def test_exchanged_latents_stop_the_run_before_its_first_update(tmp_path) -> None:
+    with fake_servers.sglang_diffusion("swap-rows") as url, pytest.raises(EngineError, match="noise of its seed"):
+        run(tmp_path, f"rollout.url={url}", recipe=LATENTS)
     assert not (tmp_path / "metrics.jsonl").exists() or metrics_of(tmp_path) == []

@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import TypeVar
 
 from unirl.algorithms.shared.checks import check_coefficients
+from unirl.algorithms.shared.contract import broken, check_metrics, check_outputs, check_total, computing, shown
 from unirl.algorithms.shared.kl import AdaptiveKL, KLController
 from unirl.config.errors import InvalidValueError
 from unirl.types.progress import progress
@@ -191,8 +192,9 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[StageT, SegmentT]):
         measured: dict[str, list[Tensor]] = {name: [] for name in quantities}
         metrics: list[Metrics] = []
         for part in self.parts(rows.segment):
-            with torch.no_grad():
+            with torch.no_grad(), computing(self, "measure"):
                 outputs = self.measure(stage, rows, part)
+            check_outputs(self, "measure", outputs, quantities.values())
             if snapshot == "live":
                 metrics.append(self.parity(rows, part, outputs))
             for name, quantity in quantities.items():
@@ -216,13 +218,24 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[StageT, SegmentT]):
         parts = self.parts(rows.segment)
         metrics: list[Metrics] = []
         for i, part in enumerate(parts):
-            result = self.loss(stage, rows, part, now)
+            with computing(self, "loss"):
+                result = self.loss(stage, rows, part, now)
+            self._check_result(result)
             backward(result.loss, i == len(parts) - 1)
             metrics.append(result.metrics)
             if first_update:
                 metrics.append(self.parity(rows, part, result.outputs))
             progress("part of the loss", len(parts))
         return merge(metrics)
+
+    def _check_result(self, result: LossResult) -> None:
+        """Raises PluginError if `loss` returned something else than its contract says."""
+        if not isinstance(result, LossResult):
+            raise broken(self, "loss", shown(result), "It must return a unirl.algorithms.base.LossResult")
+        check_total(self, result.loss)
+        check_metrics(self, "loss", result.metrics)
+        live = [anchor.quantity for anchor in self.anchors().values() if anchor.snapshot == "live"]
+        check_outputs(self, "loss", result.outputs, live)
 
 
 @dataclass(frozen=True, kw_only=True)

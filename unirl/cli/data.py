@@ -11,9 +11,9 @@ from pathlib import Path
 
 from unirl.cli.arguments import Parser, run_verb, split_settings
 from unirl.cli.check import checked
-from unirl.cli.reward import settings_of
+from unirl.cli.reward import scorer_of
 from unirl.config.build import build
-from unirl.config.errors import ArgumentError, DataError, InvalidValueError, RewardError
+from unirl.config.errors import ArgumentError, DataError, InvalidValueError
 from unirl.config.failures import Session
 from unirl.config.load import Recipe
 from unirl.data import populate as public
@@ -21,7 +21,7 @@ from unirl.data.datasets import Prompt, load_prompts, read_entries
 from unirl.data.images import image_problems
 from unirl.plan.prompts import load_data
 from unirl.reward.base import RewardScorer
-from unirl.reward.registry import make_scorer
+from unirl.reward.scoring import unscorable
 
 EXAMPLES = (
     "unirl data check my_prompts.jsonl --reward ocr",
@@ -66,8 +66,9 @@ def check(argv: Sequence[str]) -> int:
     parser = Parser("data check", about, EXAMPLES)
     parser.usage = "unirl data check FILE ... [--reward NAME] | --recipe R [key=value ...]"
     parser.add_argument("files", nargs="*", metavar="FILE", help="prompt files: .txt, .jsonl, .json, .parquet")
-    parser.option("-r", "--reward", metavar="NAME", help="a scorer of `unirl reward ls`")
+    parser.option("-r", "--reward", metavar="NAME", help="a scorer of `unirl reward ls`, or a class")
     parser.option("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of that scorer")
+    parser.option("--plugins", default="", metavar="PACKAGE,...", help="packages whose classes -r may name")
     parser.option("--recipe", metavar="R", help="the files and the reward of this recipe; settings may follow")
     parser.option("--prompt-key", default="prompt", metavar="KEY", help="the key of the prompt in a JSON object")
     parser.option("--json", action="store_true", help="as JSON")
@@ -90,7 +91,7 @@ def _task_of_files(options: Namespace, settings: Sequence[str]) -> Task:
         raise ArgumentError(f"unirl data check: '{settings[0]}' is a setting of a recipe, and none is named")
     if not options.files:
         raise ArgumentError("unirl data check: name a prompt file, or a recipe with --recipe")
-    scorers = (make_scorer(options.reward, settings_of(options.set)),) if options.reward else ()
+    scorers = (scorer_of(options),) if options.reward else ()
     return Task(tuple(options.files), options.prompt_key, scorers)
 
 
@@ -118,11 +119,9 @@ def _checked(file: str, task: Task) -> FileReport:
                 report.problems.append(str(entry))
                 continue
             report.prompts.append(entry)
-            for scorer in task.scorers:
-                try:
-                    scorer.check_prompt(entry.text, entry.metadata)
-                except RewardError as error:
-                    report.problems.append(f"{entry.origin}: {error}")
+            report.problems += [
+                f"{entry.origin}: {why}" for why in unscorable(task.scorers, entry.text, entry.metadata)
+            ]
     except DataError as error:  # the file as a whole
         report.problems.append(str(error))
     report.problems += map(str, image_problems(report.prompts))

@@ -22,7 +22,10 @@ WIDTH = 100
 NAME, OUTCOME = 40, 25
 """Characters of the columns before the date, one blank included."""
 PAPER = re.compile(r" \((arXiv:)?\d{4}\.\d{5}\)")
-LEGEND = "toy: ran end to end at scale=toy. trained: the mean reward rose on held-out prompts."
+LEGEND = (
+    "toy: ran end to end at scale=toy. trained A -> B: mean reward on held-out prompts before and after training; "
+    "rewards of different recipes may have different scales."
+)
 OWN = "Your own recipe extends one of these, in a YAML file anywhere: unirl train ./mine.yaml (docs/extending.md)"
 
 

@@ -23,6 +23,7 @@ from unirl.config.failures import Session
 from unirl.config.schema import dotted_name
 from unirl.reward.base import RewardScorer
 from unirl.reward.client.connection import Connection, ConnectionConfig
+from unirl.reward.contract import check_scorer
 from unirl.reward.registry import make_scorer, scorer_class, scorers
 from unirl.reward.remote import RemoteRewardBackend, RemoteRewardSpec
 from unirl.reward.scoring import checked_score
@@ -86,7 +87,7 @@ def score(argv: Sequence[str]) -> int:
     parser = _rows_parser("reward score", "Score rows of your own. The n-th value of each option belongs to row n.")
     parser.option("--json", action="store_true", help="as JSON")
     options = parser.parse(argv)
-    scorer = _scorer(options)
+    scorer = scorer_of(options, options.toy)
     request = rows_of(options, scorer.reads)
     response = checked_score(scorer, request, options.reward)
     rows = [
@@ -105,7 +106,7 @@ def score(argv: Sequence[str]) -> int:
 def lint(argv: Sequence[str]) -> int:
     parser = _rows_parser("reward lint", "Check the contract of a scorer on rows of your own or on generated ones.")
     options = parser.parse(argv)
-    scorer = _scorer(options)
+    scorer = scorer_of(options, options.toy)
     has_rows = any(vars(options)[option] for option in OPTION_OF.values())
     request = rows_of(options, scorer.reads) if has_rows else drawn_rows(scorer.reads, options.reward)
     if len(request) < 3:
@@ -225,10 +226,11 @@ def _rows_parser(command: str, summary: str) -> Parser:
     return parser
 
 
-def _scorer(options: Namespace) -> RewardScorer:
+def scorer_of(options: Namespace, toy: bool = False) -> RewardScorer:
+    """The scorer in the options --reward, --set and --plugins. Raises ConfigError as a run does."""
     plugins = [name for name in options.plugins.split(",") if name]
-    scorer = make_scorer(options.reward, settings_of(options.set), toy=options.toy, plugins=plugins)
-    RewardService(backend=scorer)  # as a run does: it refuses names of columns that do not exist
+    scorer = make_scorer(options.reward, settings_of(options.set), toy=toy, plugins=plugins)
+    check_scorer(scorer)
     return scorer
 
 

@@ -16,7 +16,7 @@ from unirl.cli.arguments import Parser
 from unirl.config.errors import NotFoundError
 from unirl.config.failures import Session
 from unirl.tracking.console import duration
-from unirl.tracking.run_directory import RunDirectoryError, read_record, status_of
+from unirl.tracking.run_directory import REMARKS, RunDirectoryError, read_record, status_of
 from unirl.tracking.tables import Row, first_and_last
 
 EXAMPLES = ("unirl runs", "unirl runs runs/unirl", "unirl runs /data/runs --json")
@@ -44,6 +44,8 @@ class RunOverview:
     code: int | None
     """Exit status of a run that ended."""
     recipe: str
+    scale: str
+    """`toy` = random weights."""
     steps: int
     total_steps: int | None
     first_reward: float | None
@@ -115,6 +117,7 @@ def overview_of(root: Path) -> RunOverview | None:
         status=status.state,
         code=status.code,
         recipe=str(record["recipe"]),
+        scale=str(record.get("scale", "full")),
         steps=int(last.get("step", 0)),
         total_steps=int(total[1]) if total else None,
         first_reward=_reward(first),
@@ -128,7 +131,7 @@ def table(runs: Sequence[RunOverview]) -> str:
     """One line per run, or two where path and recipe do not fit beside the rest."""
     rows = [
         ("STATUS", "STEPS", "REWARD", "AGE", "RECIPE", "RUN"),
-        *((*run.cells, run.recipe, run.path) for run in runs),
+        *((*run.cells, run.recipe + (f" ({run.scale})" if run.scale in REMARKS else ""), run.path) for run in runs),
     ]
     sizes = [max(len(row[column]) for row in rows) for column in range(5)]
     width = shutil.get_terminal_size((WIDTH, 0)).columns
@@ -139,7 +142,8 @@ def table(runs: Sequence[RunOverview]) -> str:
         head = "  ".join(f"{cell:<{size}}" for cell, size in zip(row[:shown], sizes[:shown], strict=True))
         lines.append(f"{head}  {row[5]}".rstrip() if fits else f"{head}  {row[4]}\n   {row[5]}")
     states = [state for state in STATES if any(run.status == state for run in runs)]
-    legend = "; ".join(f"{state}: {STATES[state]}" for state in states)
+    remarks = [REMARKS[scale] for scale in REMARKS if any(run.scale == scale for run in runs)]
+    legend = "; ".join([*(f"{state}: {STATES[state]}" for state in states), *remarks])
     ways = ["Follow one: unirl tail RUN"]
     if not {"stopped", "failed", "lost"}.isdisjoint(states):
         ways.append("Continue one from its last checkpoint: see `resume` in RUN/logs/console.log")

@@ -19,12 +19,12 @@ ERASE = "\r\x1b[2K"
 
 @contextmanager
 def shown_start(session: Session, what: str = "starting") -> Iterator[None]:
-    """Within the block, says every second what is imported or done, until `session.start`, which comes before a banner.
+    """Within the block, says every second what is done, until `session.start`, which comes before a banner.
 
     Args:
         what: the first word of the lines.
     """
-    beat = Heartbeat("beginning")
+    beat = Heartbeat("started")
     has_started, rewrites = session.has_started, sys.stderr.isatty()
 
     def watch() -> None:

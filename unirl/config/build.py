@@ -19,19 +19,26 @@ from unirl.config.errors import (
     ConfigError,
     IncompatibleError,
     InvalidValueError,
+    PluginError,
     UnknownKeyError,
     did_you_mean,
+    likeness,
+    nearest,
 )
 from unirl.config.foreign_keys import WRITE_INSTEAD
 from unirl.config.merge import Tree, join
 from unirl.config.node import Node
-from unirl.config.plugins import contract_of, remember
+from unirl.config.plugins import contract_of, definition, is_foreign, remember
 from unirl.config.recipe import recipe_class
-from unirl.config.schema import REQUIRED, Key, Schema, is_config, schema_of
+from unirl.config.schema import REQUIRED, Key, Schema, dotted_name, is_config, schema_of
 from unirl.config.targets import find_target
 from unirl.config.values import MAPPINGS, ReadContext, read, show
 
 SPECIAL = "_target_"
+MISSPELT = 0.8
+"""Likeness from which on a method is taken for a misspelt one."""
+SHOWN_METHODS = 3
+"""Number of missing methods whose contract a message shows."""
 
 
 def check_node(
@@ -111,20 +118,40 @@ def _schema(tree: Tree, expected: object, context: ReadContext) -> Schema:
             return schema_of(expected)
         raise context.error(f"{context.path} needs a _target_: the class to build")
     schema = schema_of(find_target(tree[SPECIAL], context.path, context.plugins))
+    _check_whole(schema, context)
     if inspect.isclass(expected) and expected is not Node:
         _check_fits(schema, expected, context)
     return schema
+
+
+def _check_whole(schema: Schema, context: ReadContext) -> None:
+    """A class must have every method that a base class of it leaves open."""
+    owner, lacks = schema.owner, open_methods(schema)
+    if not lacks:
+        return
+    if not is_foreign(owner):
+        raise context.error(
+            f"{context.path}: {schema.name} is a base class, which leaves {', '.join(lacks)} open", InvalidValueError,
+            " Name a class that derives from it",
+        )  # fmt: skip
+    misspelt = [f"It has {near}: rename it. " for name in lacks for near in nearest(name, vars(owner), 1)
+                if near not in lacks and likeness(name, near) >= MISSPELT]  # fmt: skip
+    contracts = [line for name in lacks[:SHOWN_METHODS] for line in contract_of(owner, name)]
+    text = f"{context.path}: {definition(owner)}: it has no {', '.join(lacks)}"
+    raise context.error(
+        text, PluginError, "\n  ".join([f" {''.join(misspelt)}Write it as its contract says", *contracts])
+    )
 
 
 def _check_fits(schema: Schema, expected: type, context: ReadContext) -> None:
     """A class must be a whole subclass of its parameter's annotation, or have the public methods of this Protocol."""
     lacks = lacking(schema, expected)
     if lacks:
-        contract = contract_of(schema.owner, lacks[0])
+        derived = "" if is_protocol(expected) else f" Derive the class from {dotted_name(expected)}"
         raise context.error(
             f"{context.path} must be a {expected.__name__}, and {schema.name} has no {', '.join(lacks)}",
             InvalidValueError,
-            "".join(f" {line}" for line in contract),
+            derived,
         )
 
 
@@ -135,6 +162,11 @@ def lacking(schema: Schema, expected: type) -> list[str]:
         return sorted(name for name in names if inspect.getattr_static(schema.owner, name, None) is None)
     if not issubclass(schema.owner, expected):
         return [f"base {expected.__name__}"]
+    return open_methods(schema)
+
+
+def open_methods(schema: Schema) -> list[str]:
+    """The methods that base classes of a class leave open and that it does not write."""
     # A classmethod may give back an object of another class.
     abstract = inspect.isabstract(schema.owner) and schema.target is schema.owner
     return sorted(getattr(schema.owner, "__abstractmethods__")) if abstract else []  # noqa: B009
@@ -231,6 +263,10 @@ def _instead(name: str, schema: Schema, context: ReadContext) -> str:
     """The nearest key of the class, or the key to write for a name from another framework."""
     if name in schema.wired:
         return f" {schema.owner.__name__} gets '{name}' from the trainer, not from the recipe. Remove it"
+    value = vars(schema.owner).get(name)
+    if value is not None and not callable(value):
+        kind = type(value).__name__
+        return f" {definition(schema.owner)} gives '{name}' no type, so it is no key. Write {name}: {kind} = {value!r}"
     if name in WRITE_INSTEAD:
         return f" Write {WRITE_INSTEAD[name]}"
     best = did_you_mean(name, schema.keys)

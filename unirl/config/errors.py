@@ -207,6 +207,10 @@ class EngineError(WorkerError, code=10004):
     """The server of an engine ended, or its answer breaks the contract of an engine."""
 
 
+class SamplingMismatchError(EngineError, code=10006):
+    """A server sampled with other settings than those of the request: noise levels, guidance, or stochastic steps."""
+
+
 # Stopped early, with a checkpoint
 
 

@@ -47,12 +47,23 @@ def explained(error: BaseException) -> str | None:
     return "\n  ".join([f"{subject}, {frame.f_code.co_filename}:{line}: {summary(error)}", *shown, *contract])
 
 
-def definition(cls: type) -> str:
-    """A class with the place of its definition: `your class leash.rewards.Leash, leash/rewards.py:12`."""
-    own = cls.__module__.partition(".")[0] == OWN_PACKAGE
-    name = f"{'' if own else 'your '}class {cls.__module__}.{cls.__qualname__}"
+def is_foreign(cls: type) -> bool:
+    """True for a class that is not of this package."""
+    return cls.__module__.partition(".")[0] != OWN_PACKAGE
+
+
+def definition(cls: type, method: str = "") -> str:
+    """A class with the place of its definition: `your class leash.rewards.Leash, leash/rewards.py:12`.
+
+    Args:
+        method: the place is that of this method if the class has it in its own module.
+    """
+    found = inspect.getattr_static(cls, method, None) if method else None
+    function = found.fget if isinstance(found, property) else found
+    place = function if inspect.isfunction(function) and function.__module__ == cls.__module__ else cls
+    name = f"{'your ' if is_foreign(cls) else ''}class {cls.__module__}.{cls.__qualname__}"
     try:
-        return f"{name}, {inspect.getsourcefile(cls)}:{inspect.getsourcelines(cls)[1]}"
+        return f"{name}, {inspect.getsourcefile(place)}:{inspect.getsourcelines(place)[1]}"
     except (OSError, TypeError):  # its source is not there
         return name
 
@@ -67,7 +78,8 @@ def contract_of(cls: type, method: str = "") -> list[str]:
     """One line with the contract of our class that `cls` inherits from, and of its `method` if it has that one."""
     for base in cls.__mro__[1:]:
         documented = vars(base).get(method) if method != "__init__" else None
-        doc = inspect.getdoc(documented if inspect.isroutine(documented) else base)
+        is_method = inspect.isroutine(documented) or isinstance(documented, property)
+        doc = inspect.getdoc(documented if is_method else base)
         if base.__module__.partition(".")[0] == OWN_PACKAGE and doc and (documented or method in ("", "__init__")):
             name = f"{base.__name__}.{method}" if documented else base.__name__
             return [f"Contract of {name}: {doc.splitlines()[0]}"]

@@ -90,7 +90,7 @@ class TrackingConfig:
     offline: bool = False
     """Services write to local files and never use the network."""
     sample_steps: NonNegative = 10
-    """Keep samples every this many steps; 0 = never."""
+    """Keep samples every this many steps and after the last step; 0 = never."""
     max_samples: Positive = 16
     """Samples that are kept each time."""
 

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import sys
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
@@ -17,6 +17,7 @@ from unirl.config.plugins import definition
 
 REQUIRED: Final = dataclasses.MISSING
 """The default of a key that has none."""
+DECORATOR = "@dataclass(frozen=True, kw_only=True)"
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ def schema_of(target: Callable[..., object]) -> Schema:
 def _dataclass_schema(cls: type) -> Schema:
     """All fields of a dataclass are keys, unless some are keyword-only: then the positional ones are wired."""
     fields = [field for field in dataclasses.fields(cls) if field.init]
+    _check_fields(cls, fields)
     mixed = any(field.kw_only for field in fields)
     keys: dict[str, Key] = {}
     wired: dict[str, bool] = {}
@@ -97,6 +99,30 @@ def _dataclass_schema(cls: type) -> Schema:
         else:
             wired[field.name] = default is REQUIRED
     return Schema(cls, keys, wired)
+
+
+def _check_fields(cls: type, fields: Sequence[dataclasses.Field[Any]]) -> None:
+    """Refuses a subclass of a dataclass whose own settings would be no keys. Raises PluginError (2031)."""
+    annotations = inspect.get_annotations(cls)
+    own = [name for name, annotation in annotations.items() if "ClassVar" not in str(annotation)]
+    if "__dataclass_params__" not in vars(cls):
+        if own:
+            raise PluginError(
+                f"{definition(cls)}: its base is a dataclass and it is none, so {', '.join(own)} would be no key. "
+                f"Write {DECORATOR} above the class"
+            )
+        if "__init__" in vars(cls):
+            raise PluginError(
+                f"{definition(cls)}: it has an __init__, and the keys of a subclass of a dataclass are its fields. "
+                f"Write fields and {DECORATOR} above the class; checks go into __post_init__"
+            )
+    inherited = [field for field in fields if field.name not in annotations]
+    positional = [field.name for field in fields if field.name in annotations and not field.kw_only]
+    if positional and inherited and all(field.kw_only for field in inherited):
+        raise PluginError(
+            f"{definition(cls)}: {', '.join(positional)} would be no key, since the fields of its base are "
+            f"keyword-only. Write {DECORATOR} above the class"
+        )
 
 
 def _signature_schema(target: Callable[..., object]) -> Schema:

@@ -45,7 +45,7 @@ class ReadContext:
 
     def error(self, message: str, kind: type[ConfigError] = ConfigError, way_out: str = "") -> ConfigError:
         """An error that says where the value was written, and then the way out."""
-        return kind(f"{message}{self.where(self.path)}.{way_out}".removesuffix("."))
+        return kind(f"{message}{self.where(self.path)}" + (f".{way_out}" if way_out else ""))
 
     def wrong(self, value: object, wanted: str, way_out: str = "") -> ConfigError:
         """The error about a value of the wrong type."""

@@ -50,6 +50,11 @@ class Prompt:
     """File and line of the entry."""
 
     @property
+    def place(self) -> str:
+        """File and line of the entry, for messages. The id of a prompt that comes from no file."""
+        return self.origin or f"prompt {self.prompt_id!r}"
+
+    @property
     def images(self) -> tuple[MediaRef, ...]:
         """The condition images, in order."""
         return tuple(ref for ref in self.media if ref.role == CONDITION)

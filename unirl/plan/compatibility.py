@@ -108,10 +108,15 @@ def _refill_problems(config: RecipeConfig, needs: Needs, plan: PlacementPlan) ->
 
 def _loss_problems(config: RecipeConfig, needs: Needs, plan: PlacementPlan) -> Iterator[str]:
     loss, capabilities = config.algorithm.class_name, capabilities_of(config.rollout)
-    if needs.behaviour_logp and not capabilities.behaviour_logp:
+    if needs.behaviour_logp and capabilities.old_logp == "replay":
         yield (
             f"{loss} reads the log-probs of the engine, and {config.rollout.class_name} records none. "
             "Set algorithm.old_logp_source=replay"
+        )
+    if needs.density and needs.own_samples and capabilities.old_logp == "none":
+        yield (
+            f"{loss} needs the log-probs of the samples, and {config.rollout.class_name} reports neither these nor "
+            f"what the trainer needs to compute them. Use another engine, such as {TRAINSIDE}"
         )
     if needs.ema_rollout and not capabilities.snapshots:
         yield f"{loss} samples from a weight snapshot, and {config.rollout.class_name} cannot. Write {TRAINSIDE}"

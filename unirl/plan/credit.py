@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 
 from unirl.algorithms.base import StageAlgorithm
@@ -10,10 +11,12 @@ from unirl.config.build import build
 from unirl.config.errors import IncompatibleError, InvalidValueError
 from unirl.config.load import Recipe
 from unirl.config.node import Node, nodes_below
+from unirl.config.plugins import is_foreign
 from unirl.config.recipe import RecipeConfig, WritesTexts
 from unirl.plan.placement import capabilities_of
 from unirl.reward.base import RewardScorer
 from unirl.reward.combine import without_reward
+from unirl.reward.contract import check_capabilities, check_constructor, check_reads, check_scorer
 from unirl.reward.service import no_such_track, same_component
 from unirl.types.credit import CREDIT_RULES
 
@@ -47,6 +50,7 @@ def check_rewards(recipe: Recipe, scored: str) -> None:
     _check_names(recipe, scored)
     blocks = scored_by(recipe, scored)
     for name, block in blocks.items():
+        _check_declared(block)
         _check_modality(recipe, name, block)
         _check_weights(block)
     for name, reward in recipe.config.track_rewards.items():
@@ -56,6 +60,21 @@ def check_rewards(recipe: Recipe, scored: str) -> None:
                 f"~{reward.path} to give the track '{name}' no reward of its own"
             )
     _check_components(blocks)
+
+
+def _check_declared(block: Node) -> None:
+    """A scorer must read columns that exist. One whose class leaves them to its settings is built to be asked."""
+    for node in nodes_below(block):
+        cls = node.schema.owner
+        if not is_foreign(cls) or not issubclass(cls, RewardScorer):
+            continue
+        check_constructor(cls, node.schema.wired)
+        check_capabilities(cls, inspect.getattr_static(cls, "capabilities"))
+        reads = inspect.getattr_static(cls, "reads", None)
+        if isinstance(reads, (tuple, list, str)):
+            check_reads(cls, reads)
+        else:
+            check_scorer(build(node))
 
 
 def _check_reached(recipe: Recipe, scored: str) -> None:

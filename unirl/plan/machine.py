@@ -65,6 +65,11 @@ def is_elsewhere(config: RecipeConfig) -> bool:
     return config.runtime_in_use == "ray" and os.environ.get("RAY_ADDRESS", "") not in ("", "local")
 
 
+def scores_elsewhere(config: RecipeConfig) -> bool:
+    """True for a run on several machines, whose reward may be on another one than the driver."""
+    return config.devices_per_node not in (None, config.num_devices)
+
+
 def hidden_devices(config: RecipeConfig) -> str | None:
     """Why this process sees fewer GPUs than a run needs, and the ways out.
 

@@ -10,7 +10,7 @@ import difflib
 import inspect
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 from unirl.algorithms.base import StageAlgorithm
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
+from unirl.algorithms.shared.contract import check_declarations
 from unirl.config.build import build, lacking
 from unirl.config.errors import (
     ConfigError,
@@ -74,11 +75,30 @@ class KnownModel(Protocol):
 
 
 @runtime_checkable
+class RestrictedEngine(Protocol):
+    """An engine class that can refuse a model or sampling settings without being built."""
+
+    def check_recipe(self, facts: ModelFacts, sampling: Sampling) -> None:
+        """Raises IncompatibleError, naming the key. A method of the class."""
+        ...
+
+
+@runtime_checkable
 class Estimated(Protocol):
     """A bundle class that can say the sizes of a model without loading it."""
 
     def estimate(self, path: str, revision: str | None = None) -> ModelEstimate:
         """The sizes of a model."""
+        ...
+
+
+@runtime_checkable
+class WithLocalFiles(Protocol):
+    """A bundle class that can read the names in the weight files of a local model."""
+
+    @staticmethod
+    def saved_matrices(path: str) -> Collection[str]:
+        """Names of the trained matrices. Empty if the files are not here."""
         ...
 
 
@@ -255,7 +275,9 @@ def check_chain(recipe: Recipe) -> None:
 
 def needs_of(config: RecipeConfig) -> Needs:
     """The needs that the recipe's algorithm declares."""
-    needs: Needs = build(config.algorithm).needs
+    algorithm = build(config.algorithm)
+    check_declarations(algorithm)
+    needs: Needs = algorithm.needs
     return needs
 
 
@@ -358,15 +380,23 @@ def check_model(config: RecipeConfig) -> None:
         for where, settings in (("", sampling), ("in evaluations, ", evaluation), *sized):
             with refusing(InvalidValueError, where):
                 facts.check(settings)
+        engine = config.rollout.schema.owner
+        if isinstance(engine, RestrictedEngine):
+            engine.check_recipe(facts, sampling)
 
 
 def check_adapted(config: RecipeConfig) -> None:
-    """Every entry of `target_modules` must be the end of a linear layer's name. No weights are read."""
+    """Every entry of `target_modules` must be the end of a linear layer's name. No weights are read.
+
+    The names come from local weight files. Without any, the network is built without storage, which imports the
+    libraries of the model and takes seconds.
+    """
     targets = None if config.lora is None else config.lora.get("target_modules", tuple)
     owner = config.bundle.schema.owner
     if not targets or not isinstance(owner, Estimated) or config.model_path is None:
         return
-    names = owner.estimate(config.model_path, config.model_revision).linears
+    saved = owner.saved_matrices(config.model_path) if isinstance(owner, WithLocalFiles) else ()
+    names = saved or owner.estimate(config.model_path, config.model_revision).linears
     for target in targets:
         if not any(f".{name}".endswith(f".{target}") for name in names):
             ends = sorted({name.rpartition(".")[2] for name in names if not name.rpartition(".")[2].isdecimal()})

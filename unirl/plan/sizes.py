@@ -12,6 +12,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 
 from unirl.algorithms.base import StageAlgorithm
+from unirl.algorithms.shared.contract import parts_of
 from unirl.config.build import build
 from unirl.config.device_sets import DeviceSet
 from unirl.config.load import Recipe
@@ -457,7 +458,7 @@ def _work_of_loss(config: RecipeConfig, sampling: Sampling, facts: object, geome
         path = algorithm.gradient_path(segment)  # type: ignore[attr-defined]  # RewardBackprop has it
         gradient = len(path.gradient.steps)
         return _LossWork(gradient, 1, 0.0, path.num_steps - gradient)
-    parts = algorithm.parts(segment)
+    parts = parts_of(algorithm, segment)
     guided = vars(algorithm).get("train_guided", True)
     return _LossWork(sum(map(len, parts)), max(map(len, parts), default=1), anchors, 0.0, guided)
 

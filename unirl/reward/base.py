@@ -72,7 +72,7 @@ class RewardScorer(ABC):
     def check_prompt(self, prompt: str, metadata: Mapping[str, object]) -> None:
         """Raises RewardError when the prompt lacks something without which none of its samples could be scored.
 
-        The start of a run and `unirl data check` call it with every prompt.
+        `unirl check`, `unirl data check` and the start of a run call it with every prompt, before a model is loaded.
         """
         for scorer in self.parts:
             scorer.check_prompt(prompt, metadata)

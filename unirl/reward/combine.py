@@ -9,7 +9,8 @@ from torch import Tensor
 
 from unirl.config.errors import ConfigError, InvalidValueError, RewardError, did_you_mean
 from unirl.reward.base import RewardScorer
-from unirl.reward.scoring import COMPONENT, PLAIN_NAME, failed_response, objective_of, response_of
+from unirl.reward.contract import COMPONENT, PLAIN_NAME, check_scorer
+from unirl.reward.scoring import failed_response, objective_of, response_of
 from unirl.types.protocols import Capabilities
 from unirl.types.reward import Answer, Failures, RewardRequest, RewardResponse
 
@@ -36,6 +37,7 @@ class WeightedRewards(RewardScorer):
                 f"weights.{name} names no scorer.{did_you_mean(name, scorers)} There are {sorted(scorers)}"
             )
         for name in scorers:
+            check_scorer(scorers[name])
             if not COMPONENT.fullmatch(name):
                 raise ConfigError(f"scorers.{name}: the name becomes part of a metric: {PLAIN_NAME}")
         for name in scorers.keys() - weights.keys():

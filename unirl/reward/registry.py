@@ -14,6 +14,7 @@ from unirl.config.errors import ConfigError, did_you_mean
 from unirl.config.schema import schema_of
 from unirl.config.targets import find_target
 from unirl.reward.base import RewardScorer
+from unirl.reward.contract import check_constructor
 
 SUFFIX = "RewardScorer"
 
@@ -49,6 +50,7 @@ def make_scorer(
         ConfigError: there is no such scorer, or it does not accept `params`; the message lists what exists.
     """
     schema = schema_of(_find(name, plugins))
+    check_constructor(schema.owner, schema.wired)
     spec = schema.keys["config"].annotation if list(schema.keys) == ["config"] else None
     values = dict(schema_of(spec or schema.target).toy if toy else {}) | dict(params)
     tree = {SPECIAL: schema.name} | ({"config": values} if spec else values)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import replace
@@ -14,17 +13,23 @@ from torch import Tensor
 from unirl.config.errors import InvalidScoreError, RewardError, RewardUnreachableError, UniRLError
 from unirl.config.plugins import contract_of, definition, explained
 from unirl.reward.base import RewardScorer
+from unirl.reward.contract import check_response
 from unirl.types.progress import progress
 from unirl.types.reward import Answer, Failures, RewardRequest, RewardResponse, ScoringFailure
-
-COMPONENT = re.compile(r"[\w.+-]+")
-"""The name of a component, which is a word of a metric (unirl/tracking/metrics.py)."""
-PLAIN_NAME = "use letters, digits, '_', '.', '+' and '-', without blanks"
 
 
 def name_of(scorer: RewardScorer) -> str:
     """Returns the name of a scorer in error messages: its class."""
     return type(scorer).__name__
+
+
+def unscorable(scorers: Iterable[RewardScorer], prompt: str, metadata: Mapping[str, object]) -> Iterator[str]:
+    """Yields why a scorer could score no sample of a prompt, for each scorer that says so."""
+    for scorer in scorers:
+        try:
+            scorer.check_prompt(prompt, metadata)
+        except RewardError as error:
+            yield f"reward {name_of(scorer)!r} cannot score this prompt: {error}"
 
 
 def checked_score(scorer: RewardScorer, request: RewardRequest, name: str) -> RewardResponse:
@@ -56,14 +61,10 @@ def response_of(scorer: RewardScorer, request: RewardRequest, name: str) -> Rewa
             f"{explained(error) or f'{type(error).__name__}: {error}'}"
             "\n  No reward was attached; a failed reward is never counted as zero"
         ) from error
-    _check_form(scorer, response, name)
-    if not response.components:
-        raise RewardError(f"reward {name!r} returned no components: give each score a name")
-    if response.answers is not None and len(response.answers) != len(request):
-        raise RewardError(f"reward {name!r} returned {len(response.answers)} answers for {len(request)} samples")
-    total = column_of(response.total, request, name)
+    check_response(scorer, response, request, name)
+    total = column_of(response.total)
     components, logged_rewards = (
-        {part: column_of(scores, request, f"{name}.{part}") for part, scores in columns.items()}
+        {part: column_of(scores) for part, scores in columns.items()}
         for columns in (response.components, response.logged_rewards)
     )
     failures: dict[int, Failures] = dict(response.failures)
@@ -77,38 +78,21 @@ def response_of(scorer: RewardScorer, request: RewardRequest, name: str) -> Rewa
     return replace(response, total=total, components=components, logged_rewards=logged_rewards, failures=failures)
 
 
-def _check_form(scorer: RewardScorer, response: object, name: str) -> None:
-    """Raises RewardError (6002) unless a scorer of a plugin returned tensors under names that metrics can have."""
-    subject = f"reward {name!r}: {definition(type(scorer))} returned"
-    rule = "\n  ".join(["", *contract_of(type(scorer), "score"), "unirl.reward.base.single makes such a response"])
-    if not isinstance(response, RewardResponse):
-        raise RewardError(f"{subject} {type(response).__name__}, not a RewardResponse{rule}")
-    columns = {"total": response.total, **response.components, **response.logged_rewards}
-    for part, scores in columns.items():
-        if not COMPONENT.fullmatch(part):
-            raise RewardError(f"{subject} a component named {part!r}. A name becomes part of a metric: {PLAIN_NAME}")
-        if not isinstance(scores, Tensor):
-            raise RewardError(f"{subject} {part!r} as {type(scores).__name__}, not a tensor{rule}")
-
-
 def refuse_failures(response: RewardResponse, request: RewardRequest) -> None:
     """Raises RewardError for the first row without a reward."""
     failed = response.failed_rows()
     if failed:
         failure = response.failures[failed[0]][0]
+        place = "" if request.places is None else f" The sample belongs to {request.places[failed[0]]}."
         raise RewardError.of_code(failure.code)(
-            f"{failure.why} ({len(failed)} of {len(request)} samples could not be scored): a reward must be a finite "
-            "number, and a failed one is never counted as zero"
+            f"{failure.why} ({len(failed)} of {len(request)} samples could not be scored).{place} A reward must be a "
+            "finite number, and a failed one is never counted as zero. Correct the prompt or the reward, or let "
+            "reward.on_failure drop such samples"
         )
 
 
-def column_of(scores: Tensor, request: RewardRequest, name: str) -> Tensor:
-    """Returns a float32 copy [B] on the CPU. Raises RewardError (6002) when the number of scores is wrong."""
-    if scores.shape != (len(request),):
-        raise RewardError(
-            f"reward {name!r} gave scores of shape {list(scores.shape)} for {len(request)} samples "
-            f"({request.sample_ids[0]!r} to {request.sample_ids[-1]!r}): it must give one number per sample"
-        )
+def column_of(scores: Tensor) -> Tensor:
+    """Returns a float32 copy [B] on the CPU."""
     return scores.detach().to("cpu", torch.float32, copy=True)
 
 
@@ -162,13 +146,18 @@ def _concat_columns(parts: Sequence[Mapping[str, Tensor]], responses: Sequence[R
 
 def objective_of(scorer: RewardScorer, images: Tensor, prompts: Sequence[str]) -> Tensor:
     """Returns the scorer's differentiable total [B] on the images' device. Raises RewardError (6002) if it has none."""
-    scores = scorer.objective(images, prompts)
-    if scores.shape != (len(images),):
-        raise RewardError(
-            f"reward {name_of(scorer)!r} gave an objective of shape {list(scores.shape)} for {len(images)} images: "
-            "it must give one number per image"
-        )
-    return scores.to(images.device)
+    scores: object = scorer.objective(images, prompts)
+    is_tensor, has_graph = isinstance(scores, Tensor), images.requires_grad and torch.is_grad_enabled()
+    if is_tensor and scores.shape == (len(images),) and (scores.requires_grad or not has_graph):
+        return scores.to(images.device)
+    found = f"a tensor of shape {list(scores.shape)}" if is_tensor else type(scores).__name__
+    without = " without a gradient" if is_tensor and has_graph and not scores.requires_grad else ""
+    lines = [
+        f"reward {name_of(scorer)!r}: {definition(type(scorer), 'objective')}: objective returned {found}{without}. It "
+        f"must return a tensor of shape [{len(images)}] with its gradient: one number per image, without detach()",
+        *contract_of(type(scorer), "objective"),
+    ]
+    raise RewardError("\n  ".join(lines))
 
 
 def score_rows(

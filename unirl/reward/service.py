@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from unirl.config.errors import (
-    ConfigError,
     DataError,
     IncompatibleError,
     InvalidScoreError,
@@ -22,8 +21,9 @@ from unirl.distributed.group.dispatch import broadcast, rank0, scatter
 from unirl.distributed.group.rank import current
 from unirl.models.images import fit_image, read_image
 from unirl.reward.base import RewardScorer
+from unirl.reward.contract import check_scorer
 from unirl.reward.failures import STRICT, FailurePolicy
-from unirl.reward.scoring import checked_score, name_of, objective_of
+from unirl.reward.scoring import checked_score, name_of, objective_of, unscorable
 from unirl.types.primitives import Images, Texts, Videos
 from unirl.types.reward import ResponseLength, RewardRequest, RewardResponse
 from unirl.types.rollout_req import RolloutReq
@@ -31,7 +31,6 @@ from unirl.types.rollout_resp import RolloutResp, RolloutTrack
 from unirl.types.sampling import ARSamplingParams, Sampling, sampling_as
 from unirl.types.segments import TextSegment
 
-COLUMNS = ("prompts", "images", "videos", "texts", "lengths", "sources", "metadata")
 Metadata = Mapping[str, object]
 Columns = dict[str, Tensor]
 DecodedT = TypeVar("DecodedT")
@@ -149,12 +148,7 @@ class RewardService:
         self.tracks = dict(tracks or {})
         self.on_failure = on_failure
         for scorer in self.scorers:
-            for column in scorer.reads:
-                if column not in COLUMNS:
-                    raise ConfigError(
-                        f"reward {name_of(scorer)!r} reads {column!r}, which is not a column of a reward request."
-                        f"{did_you_mean(column, COLUMNS)} Choose among {', '.join(COLUMNS)}"
-                    )
+            check_scorer(scorer)
 
     @property
     def scorers(self) -> tuple[RewardScorer, ...]:
@@ -216,25 +210,25 @@ class RewardService:
             texts=media.of(Texts, "texts").texts if "texts" in reads else None,
             sources=media.sources([uris[row] for row in rows]) if "sources" in reads else None,
             metadata=[req.metadata[row] for row in rows] if "metadata" in reads else None,
+            places=None if req.places is None else [req.places[row] for row in rows],
         )
 
     @rank0
-    def check_prompts(self, prompts: Sequence[str], metadata: Sequence[Metadata], ids: Sequence[str]) -> None:
+    def check_prompts(self, prompts: Sequence[str], metadata: Sequence[Metadata], places: Sequence[str]) -> None:
         """Checks, before anything is generated, the server of each scorer and every prompt.
+
+        Args:
+            places: file and line of each prompt.
 
         Raises:
             RewardError, ConfigError: the server that a scorer depends on cannot be used from this process.
-            DataError: 4002 a prompt lacks something that a scorer needs; the message names the prompt.
+            DataError: 4002 a prompt lacks something that a scorer needs; the message names its place.
         """
         for scorer in self.scorers:
             scorer.check_start()
-            for prompt, prompt_metadata, prompt_id in zip(prompts, metadata, ids, strict=True):
-                try:
-                    scorer.check_prompt(prompt, prompt_metadata)
-                except RewardError as error:
-                    raise DataError(
-                        f"prompt {prompt_id!r} has no sample that reward {name_of(scorer)!r} could score: {error}"
-                    ) from error
+        for prompt, prompt_metadata, place in zip(prompts, metadata, places, strict=True):
+            for why in unscorable(self.scorers, prompt, prompt_metadata):
+                raise DataError(f"{place}: {why}")
 
     def probe(self, request: RewardRequest) -> RewardResponse:
         """Returns the scores of rows that differ. Raises RewardError when all are equal, since they carry no signal."""

@@ -18,6 +18,7 @@ from unirl.distributed.group.pool import open_pool
 from unirl.distributed.weight_sync.endpoints import WeightSender
 from unirl.distributed.weight_sync.sync import EngineSync
 from unirl.models.base import Pipeline
+from unirl.models.denoising.pipeline import DiffusionPipeline
 from unirl.models.language.pipeline import TextPipeline
 from unirl.rollout.engine.base import DedicatedEngine
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
@@ -25,7 +26,7 @@ from unirl.train.backend.base import TrainBackend
 from unirl.types.batch import Batch, Kind, same
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutTrack
-from unirl.types.segments import Segment, TextSegment
+from unirl.types.segments import LatentSegment, Segment, TextSegment
 
 SNAPSHOT = "check"
 MAX_SCORE = 4.5
@@ -115,7 +116,9 @@ class EngineCheck:
         """The segment that the engine samples, with zeros as log-probs if it reports none."""
         segment = self.sampled(req).segment
         return (
-            segment if self.engine.capabilities.behaviour_logp else segment.replace(logp=torch.zeros_like(segment.logp))
+            segment
+            if self.engine.capabilities.old_logp == "native"
+            else segment.replace(logp=torch.zeros_like(segment.logp))
         )
 
     @torch.no_grad()
@@ -142,8 +145,10 @@ class EngineCheck:
             f"{self.name}: rows have the weight versions {versions}, not {req.weight_version}"
         )
         assert ours.decoded is not None, f"{self.name} decodes nothing"
-        if self.engine.capabilities.remote:
+        if self.engine.capabilities.remote and "text" in self.engine.capabilities.modalities:
             self.is_likely(ours.sampled_as(TextSegment), weights, when)
+        elif self.engine.capabilities.remote:
+            self.replays(ours.sampled_as(LatentSegment), weights, when)
         else:
             self.equals_trainside(req, ours, when)
 
@@ -165,8 +170,22 @@ class EngineCheck:
             f"{self.name}: its {len(surprise)} tokens are unlikely draws from the trained policy {when}: a score of "
             f"{score:.1f}, where {MAX_SCORE:g} is allowed. It samples from other weights or at another temperature"
         )
-        if self.engine.capabilities.behaviour_logp:
+        if self.engine.capabilities.old_logp == "native":
             self.assert_close("logp", Kind.PACKED, track.segment.logp, replay.logp, f"from the trainer's replay {when}")
+
+    def replays(self, track: RolloutTrack[LatentSegment], weights: str, when: str) -> None:
+        """The engine's log-probs, which are those of its noise, equal the trainer's replay of its latents.
+
+        The replay computes the noise from the latents, the means of the trained policy and their standard deviations,
+        so that equality says that the latents are those means with that noise.
+        """
+        trained = self.trainside.pipeline
+        assert isinstance(trained, DiffusionPipeline)
+        named = nullcontext() if weights == "live" else self.backend.weights(weights)
+        steps = track.segment.sde_indices
+        with torch.no_grad(), named, self.backend.sampling():
+            replay = trained.stage.replay(track.conditions, track.segment, steps)
+        self.assert_close("logp", Kind.ROW, track.segment.logp, replay.logp, f"from the trainer's replay {when}")
 
     def equals_trainside(self, req: RolloutReq, ours: RolloutTrack, when: str) -> None:
         [theirs] = self.trainside.generate(req).tracks.values()
@@ -195,7 +214,7 @@ class EngineCheck:
 
     def assert_close(self, field: str, kind: Kind, ours: object, theirs: object, when: str) -> None:
         """Per-row numbers agree within the tolerance; all other fields are equal."""
-        if field == "logp" and not self.engine.capabilities.behaviour_logp:
+        if field == "logp" and self.engine.capabilities.old_logp != "native":
             return
         what = "log-probs" if field == "logp" else field
         if kind in (Kind.SHARED, Kind.OFFSETS) or not isinstance(ours, Tensor) or not isinstance(theirs, Tensor):

@@ -1,4 +1,4 @@
-"""The console output of a run: a banner, a live progress bar or one plain line per step, and a summary.
+"""The console output of a run: a banner, a live progress bar or plain lines per step, and a summary.
 
 Text from users (prompts, names, paths) is never interpreted as markup, and control characters never reach the terminal.
 """
@@ -43,7 +43,7 @@ TRAINING = {
     "rollout/response_len_mean": "len={:.0f}",
     "rollout/truncated_fraction": "cut={:.2f}",
 }
-"""Metrics of the policy, and the form of each on the console."""
+"""Metrics of a policy, and the form of each on the console."""
 PHASES = {
     "time/step": "{:.1f}s",
     "time/generate": "gen={:.1f}",
@@ -60,18 +60,35 @@ ASCII = str.maketrans(dict(zip(PLUS_MINUS + BARS, ("+-", *"_..-=**#"), strict=Tr
 
 
 LEGEND = (
-    "ratio new/old policy, clip share of clipped ratios, zstd share of groups",
-    "with equal rewards, drop samples without a reward; seconds of each phase:",
-    "gen generate, rwd reward, trn train, syn weight sync",
+    "reward: mean +- standard deviation, then its components; "
+    "ratio: new/old policy; clip: share of clipped ratios; kl: from the reference policy; "
+    "zstd: share of groups with equal rewards; len: tokens of a response; cut: share of them at the limit; "
+    "s: seconds, of gen generate, rwd reward, trn train, syn weight sync; "
+    "/s: samples, tok/s: tokens per second; drop: samples without a reward; skip: skipped updates; "
+    "mem: memory; eta: time left"
 )
-"""What the short names in the line of a step mean."""
+"""Meaning of each short name on the console lines of a step."""
+INDENT = "  "
+"""Columns before the name of a track in its row."""
+
+
+def step_lines(
+    clock: str, step: int, total: int, metrics: Mapping[str, float], eta_s: float | None, width: int = MAX_COLUMNS
+) -> list[str]:
+    """One step as lines of at most `width` columns: the step, and a row for each track if there are several.
+
+    11:21:52 step 12/60 reward=0.412+-0.083 pickscore=0.41 | 3.1s gen=1.9 trn=0.7 20.6/s | eta 2m29s
+      text  ratio=1.0000+-0.0000 clip=0.00 zstd=0.06 len=42 cut=0.12
+      image ratio=1.0000+-0.0004 clip=0.00 zstd=0.06
+    """
+    return [step_line(clock, step, total, metrics, eta_s, width), *track_lines(metrics, width)]
 
 
 def step_line(
     clock: str, step: int, total: int, metrics: Mapping[str, float], eta_s: float | None, width: int = MAX_COLUMNS
 ) -> str:
     """One step as one line of at most `width` columns. Parts whose metrics are absent, and that do not fit, are left
-    out; the step and the time that is left never are.
+    out; the step and the time that is left never are. The reward, the time and the ratio are the last to go.
 
     11:21:52 step 12/60 reward=0.412+-0.083 shape=0.09 | ratio=1.0000 | 3.1s gen=1.9 trn=0.7 20.6/s | eta 2m29s
     """
@@ -79,7 +96,7 @@ def step_line(
     eta = [] if eta_s is None else [f"eta {duration(eta_s)}"]
     policy, times, losses = training(metrics), formatted(metrics, PHASES), drops_and_memory(metrics)
     groups = [[*head, *reward(metrics).split()], policy.split(), times.split(), losses.split(), eta]
-    return fitted(groups, width, first=(0, 4, 0, 2))
+    return fitted(groups, width, first=(0, 4, 0, 2, 1))
 
 
 def fitted(groups: Sequence[Sequence[str]], width: int, first: Sequence[int] = ()) -> str:
@@ -111,12 +128,19 @@ def reward(metrics: Mapping[str, float]) -> str:
 
 
 def training(metrics: Mapping[str, float]) -> str:
-    """`ratio=1.0000+-0.0004 clip=0.00 kl=0.003 zstd=0.06`; with several policies `ar.ratio=1.0000+-0.0004 ...`."""
-    words = [_with_spread("ratio", metrics, "train/ratio", 4), formatted(metrics, TRAINING)]
-    for track in dict.fromkeys(name.partition("/")[0] for name in metrics if "/train/" in name):
-        own = {name.partition("/")[2]: value for name, value in metrics.items() if name.startswith(f"{track}/")}
-        words += [f"{track}.{word}" for word in training(own).split()]
-    return _join(words)
+    """`ratio=1.0000+-0.0004 clip=0.00 kl=0.003 zstd=0.06`."""
+    return _join([_with_spread("ratio", metrics, "train/ratio", 4), formatted(metrics, TRAINING)])
+
+
+def track_lines(metrics: Mapping[str, float], width: int) -> list[str]:
+    """A row for each track whose name precedes metrics, as in `image/train/ratio_mean`. Empty with a single track."""
+    tracks = dict.fromkeys(name.partition("/")[0] for name in metrics if name.count("/") == 2)
+    longest = max(map(len, tracks), default=0)
+    lines = []
+    for track in tracks:
+        own = {name.removeprefix(f"{track}/"): value for name, value in metrics.items() if name.startswith(f"{track}/")}
+        lines.append(fitted([[f"{INDENT}{track:<{longest}}", *training(own).split()]], width))
+    return lines
 
 
 def formatted(metrics: Mapping[str, float], formats: Mapping[str, str]) -> str:
@@ -278,12 +302,15 @@ class Console:
         eta = self._pace.remaining_s(step)
         clock = time.strftime("%H:%M:%S")
         with self._lock:
-            self._log.print(self._text(step_line(clock, step, self.total_steps, metrics, eta)))
+            for line in step_lines(clock, step, self.total_steps, metrics, eta):
+                self._log.print(self._text(line))
             if self.live_wanted:
                 self._panel_of_step = self._panel(step, metrics, eta)
                 self._show(self._panel_of_step)
             else:
-                self._rich.print(self._text(step_line(clock, step, self.total_steps, metrics, eta, self._rich.width)))
+                width = self._rich.width - (2 if self._substitutes else 0)  # a line has two spreads, "+-" in ASCII
+                for line in step_lines(clock, step, self.total_steps, metrics, eta, width):
+                    self._rich.print(self._text(line))
             self._written = time.monotonic()
 
     def progress(self, text: str) -> None:
@@ -365,7 +392,8 @@ class Console:
         curve = self._text(fitted([[sparkline(self._rewards, width // 3), *reward(metrics).split()]], width), "cyan")
         parts = (training(metrics), formatted(metrics, PHASES), drops_and_memory(metrics))
         details = fitted([part.split() for part in parts], width)
-        return Group(bar, curve, self._text(details, "dim"))
+        tracks = [self._text(line, "dim") for line in track_lines(metrics, width)]
+        return Group(bar, curve, self._text(details, "dim"), *tracks)
 
     def _show(self, panel: RenderableType) -> None:
         if self._live is None:

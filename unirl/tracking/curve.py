@@ -85,18 +85,21 @@ class Axes:
 
 
 def reward_curve(
-    series: Sequence[Series], title: str, *, width: int = 720, height: int = 420, x_label: str = "step"
+    series: Sequence[Series], title: str, *, width: int = 720, height: int = 420, remark: str = ""
 ) -> Image.Image:
     """A diagram of up to two series over steps. Points that are not finite are left out.
 
     A single series is green if it has risen by more than its noise.
+
+    Args:
+        remark: a line below the diagram.
     """
     drawn = [finite for one in series if (finite := _finite(one)).values]
     if not drawn or len(drawn) > len(COLOURS):
         raise ValueError(f"a curve needs 1 to {len(COLOURS)} series with a finite point, got {len(drawn)}")
     canvas = Image.new("RGB", (width * SCALE, height * SCALE), BACKGROUND)
     axes = _axes(drawn, width, height)
-    _grid(canvas, axes, x_label)
+    _grid(canvas, axes, remark)
     colours = (HIGH,) if len(drawn) == 1 and drawn[0].has_risen() else COLOURS
     for one, colour in zip(drawn, colours, strict=False):
         _band(canvas, axes, one, colour)
@@ -140,7 +143,7 @@ def _axes(series: Sequence[Series], width: int, height: int) -> Axes:
     return Axes(*box, steps=(min(steps), last), values=(ticks[0], ticks[-1]))
 
 
-def _grid(canvas: Image.Image, axes: Axes, x_label: str) -> None:
+def _grid(canvas: Image.Image, axes: Axes, remark: str) -> None:
     draw = ImageDraw.Draw(canvas)
     small = SMALL_SIZE * SCALE
     ticks = nice_ticks(*axes.values)
@@ -152,7 +155,8 @@ def _grid(canvas: Image.Image, axes: Axes, x_label: str) -> None:
     for step in nice_ticks(*axes.steps, count=6):
         if axes.steps[0] <= step <= axes.steps[1]:
             draw_text(draw, (axes.x(step), axes.bottom + 10 * SCALE), f"{step:g}", small, MUTED, "ma")
-    draw_text(draw, (axes.right, axes.bottom + 30 * SCALE), x_label, small, MUTED, "ra")
+    draw_text(draw, (axes.right, axes.bottom + 30 * SCALE), "step", small, MUTED, "ra")
+    draw_text(draw, (axes.left, axes.bottom + 30 * SCALE), remark, small, INK, "la")
 
 
 def _band(canvas: Image.Image, axes: Axes, series: Series, colour: Colour) -> None:

@@ -18,6 +18,7 @@ from PIL import Image, ImageOps
 from unirl.tracking.curve import Series, beside, reward_curve
 from unirl.tracking.lettering import wrap
 from unirl.tracking.media import read_samples
+from unirl.tracking.run_directory import remark_of
 from unirl.tracking.samples import Media, SampleGroup, SampleRow, SampleTable, pairs_of
 from unirl.tracking.sheets import (
     BACKGROUND,
@@ -49,7 +50,7 @@ def draw_overview(root: Path) -> Path | None:
     curves = [series for series in (training_curve(rows), held_out_curve(_scores(root))) if series is not None]
     if not curves:
         return None
-    page = reward_curve(curves, "Reward")
+    page = reward_curve(curves, "Reward", remark=remark_of(root))
     samples = newest_samples(root)
     if samples is not None:
         page = beside(samples, page)

@@ -31,6 +31,8 @@ from unirl.tracking.tables import Row, replace_text
 SCHEMA_VERSION = 1
 HEARTBEAT_S = 5.0
 STALLED_AFTER_S = 60.0
+REMARKS: Mapping[str, str] = {"toy": "toy scale: random weights, rewards mean nothing"}
+"""What every page about a run says, by the scale of the run."""
 STEP_FOLDER = re.compile(r"step-(\d+)")
 NAME = re.compile(r"[\w][\w.+-]*")
 RECORDED_PACKAGES = ("torch", "numpy", "diffusers", "transformers", "peft", "safetensors")
@@ -48,6 +50,8 @@ class RunIdentity:
     recipe: str
     argv: Sequence[str] = ()
     seed: int | None = None
+    scale: str = "full"
+    """`toy` = small values and models with random weights."""
     determinism: str = "bitwise"
     """`bitwise` = a second run is equal bit for bit; `statistical` = only in distribution."""
 
@@ -174,6 +178,14 @@ class RunDirectory:
         machine = {"platform": platform.platform(), "cpus": os.cpu_count(), "python": sys.executable}
         environment = {"variables": allowed_environment(os.environ), "machine": machine, "versions": _versions()}
         _write_json(self.root / "env.json", environment)
+
+
+def remark_of(root: Path) -> str:
+    """The remark about the scale of a run, or an empty text. A run without a record has none."""
+    try:
+        return REMARKS.get(read_record(root).get("scale", "full"), "")
+    except RunDirectoryError:
+        return ""
 
 
 def default_root(project: str, recipe: str, name: str | None = None, base: str | Path = "runs") -> Path:

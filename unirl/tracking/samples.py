@@ -181,6 +181,8 @@ class SampleTable(Generic[MediaT]):
     media: MediaT
     step: StepRewards | None = None
     """All scored samples of the step, if the table may hold only some of them."""
+    remark: str = ""
+    """What pages say about the rewards, such as that a toy has random weights."""
 
     def __post_init__(self) -> None:
         assert len(self.rows) == len(self.media), f"{len(self.rows)} rows, {len(self.media)} {self.media.kind}s"

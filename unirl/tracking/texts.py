@@ -16,6 +16,7 @@ from typing import ClassVar, Self
 from unirl.tracking.console import printable
 from unirl.tracking.mirrors import Mirrors
 from unirl.tracking.samples import (
+    REWRITE,
     Fact,
     Gallery,
     Media,
@@ -36,6 +37,8 @@ MAX_GROUPS = 64
 MAX_PER_GROUP = 16
 MAX_PAIRS = 4
 """Samples per prompt on a before/after page."""
+LONGEST_REWRITE = 600
+"""Characters that a page shows of the rewrite from which an image was drawn."""
 LONGEST_PATH = 500
 """Characters that a page shows of the path of an image."""
 MIRRORED_CHARACTERS = 50_000
@@ -117,7 +120,7 @@ def listing(table: SampleTable[Media], title: str, shown_as: Callable[[int, int]
     shown = groups[:MAX_GROUPS]
     limit = _characters_per_text(sum(1 + min(len(group.rows), MAX_PER_GROUP) for group in shown))
     summary = f"{_capitalized(table.reward_text())}, for {len(groups)} prompts, highest first"
-    parts = [f"# {title}\n\n{summary}{_shown_of(len(shown), len(groups))}.\n\n"]
+    parts = [f"# {title}\n\n{summary}{_shown_of(len(shown), len(groups))}.\n\n{_remark(table)}"]
     for number, group in enumerate(shown):
         parts.append(f"## Prompt {number + 1}: mean reward {group.mean_reward:.3f}\n\n{_prompt_block(group, limit)}")
         for place, row in enumerate(group.best_first()[:MAX_PER_GROUP]):
@@ -134,7 +137,8 @@ def before_after_page(before: SampleTable[TextMedia], after: SampleTable[TextMed
     pairs = sorted(pairs_of(before, after), key=lambda pair: _rank(before, after, pair))
     shown = pairs[:MAX_GROUPS]
     limit = _characters_per_text(sum(1 + 2 * min(len(old.rows), MAX_PAIRS) for old, _ in shown))
-    parts = [f"# Before and after training\n\n{_rise(pairs)}{_shown_of(len(shown), len(pairs))}.\n\n"]
+    summary = f"{_rise(pairs)}{_shown_of(len(shown), len(pairs))}"
+    parts = [f"# Before and after training\n\n{summary}.\n\n{_remark(after)}"]
     for number, (old, new) in enumerate(shown):
         change = f"mean reward {old.mean_reward:.3f} -> {new.mean_reward:.3f}"
         parts.append(f"## Prompt {number + 1}: {change}\n\n{_prompt_block(new, limit)}")
@@ -143,6 +147,10 @@ def before_after_page(before: SampleTable[TextMedia], after: SampleTable[TextMed
                 name = f"{_capitalized(side)}, sample {place + 1}"
                 parts.append(_sample(table.rows[row], name, block(table.media.texts[row], limit)))
     return "".join(parts)
+
+
+def _remark(table: SampleTable[Media]) -> str:
+    return f"**{_capitalized(table.remark)}.**\n\n" if table.remark else ""
 
 
 def _rank(before: SampleTable[TextMedia], after: SampleTable[TextMedia], pair: tuple[SampleGroup, SampleGroup]) -> int:
@@ -167,9 +175,12 @@ def _sample(row: SampleRow, name: str, shown: str) -> str:
     facts = [inline(row.sample_id)]
     facts += [] if row.advantage is None else [f"advantage {row.advantage:+.3f}"]
     facts += [] if row.weight else ["not trained"]
-    facts += [_fact_text(name, fact) for name, fact in sorted(row.facts.items())]
+    facts += [_fact_text(name, fact) for name, fact in sorted(row.facts.items()) if name != REWRITE]
     facts += [f"{inline(name)} {score:.3f}" for name, score in row.rewards.items()]
-    return f"### {name}: reward {row.reward:.3f}\n\n{', '.join(facts)}\n\n{shown}"
+    drawn = (
+        f"Drawn from the rewrite:\n\n{block(str(row.facts[REWRITE]), LONGEST_REWRITE)}" if REWRITE in row.facts else ""
+    )
+    return f"### {name}: reward {row.reward:.3f}\n\n{', '.join(facts)}\n\n{drawn}{shown}"
 
 
 def _fact_text(name: str, fact: Fact) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 
@@ -13,7 +14,7 @@ from unirl.tracking.media import read_samples, table_of_evaluation
 from unirl.tracking.metrics import check_event, check_names
 from unirl.tracking.mirrors import Mirror, Mirrors, RunInfo
 from unirl.tracking.overview import draw_overview
-from unirl.tracking.run_directory import RunDirectory, now, read_record
+from unirl.tracking.run_directory import RunDirectory, now, read_record, remark_of
 from unirl.tracking.samples import Media, MirroredPage, SampleTable, pairs_of, write_manifest
 from unirl.tracking.tables import CsvTable, JsonLines, Row, finite, read_rows, replace_text
 from unirl.tracking.timing import PhaseTimers, peak_memory
@@ -107,7 +108,7 @@ class Tracker:
     def samples(self, step: int, table: SampleTable[Media]) -> Path:
         """Stores samples of a training step: media, facts and a page of all. Returns the path of the page."""
         folder = self.run.fresh_step_folder("samples", step)
-        saved = table.saved(folder)
+        saved = replace(table, remark=remark_of(self.run.root)).saved(folder)
         self._remark(saved.media)
         write_manifest(saved, folder / "manifest.jsonl")
         page = saved.media.page(saved, folder, f"samples of step {step}")
@@ -122,7 +123,7 @@ class Tracker:
         metrics = result.metrics()
         check_names(metrics, self._tracks)
         folder = self.run.fresh_step_folder("eval", step)
-        saved = table_of_evaluation(result).saved(folder)
+        saved = replace(table_of_evaluation(result), remark=remark_of(self.run.root)).saved(folder)
         self._remark(saved.media)
         rows = [vars(row) for row in saved.rows]
         scores = {"step": step, "metrics": metrics, "samples": rows}
@@ -172,6 +173,8 @@ class Tracker:
         if self.console:
             changes = self.changes()
             overview = self._overview()
+            remark = remark_of(self.run.root)
+            lines = [*([("note", remark)] if remark else []), *lines]
             pages = [*self.pages(), *([] if overview is None else [("overview", str(overview))])]
             self.console.summary(title, changes, [*lines, *pages])
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from unirl.algorithms.base import StageAlgorithm
+from unirl.algorithms.shared.contract import check_outputs, computing
 from unirl.config.errors import ParityError
 from unirl.config.recipe import ParityConfig
 from unirl.types.results import Metric, Metrics, merge
@@ -52,8 +53,10 @@ def parity_of(algorithm: StageAlgorithm[Any], stage: Any, rows: RolloutTrack) ->
     """
     metrics: list[Metrics] = []
     for part in algorithm.parts(rows.segment):
-        with torch.no_grad():
-            logp = algorithm.measure(stage, rows, part).get("logp")
+        with torch.no_grad(), computing(algorithm, "measure"):
+            outputs = algorithm.measure(stage, rows, part)
+        check_outputs(algorithm, "measure", outputs, ())
+        logp = outputs.get("logp")
         if logp is None:
             return {}
         places = rows.segment.log_ratios(part, logp, rows.weight)

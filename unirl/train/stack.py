@@ -12,6 +12,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from unirl.algorithms.base import START, StageAlgorithm
+from unirl.algorithms.shared.contract import count_of, parts_of
 from unirl.config.errors import DivergenceError, GeometryError, IncompatibleError, InvalidValueError
 from unirl.distributed import current
 from unirl.distributed.group.dispatch import broadcast, collect, scatter
@@ -161,7 +162,7 @@ class TrainStack:
                 f"stack.num_updates_per_batch={num_updates} does not divide the {num_rows} rows of this worker. "
                 f"Use one of {', '.join(map(str, legal))}"
             )
-        if not self.algorithm.parts(track.segment):
+        if not parts_of(self.algorithm, track.segment):
             raise IncompatibleError(
                 f"{type(self.algorithm).__name__} has nothing to train: the rollout recorded no stochastic step. "
                 "Choose a kernel with a density, and set sampling.sde_steps to at least one step"
@@ -286,7 +287,7 @@ class TrainStack:
 
     def count(self, micros: Update) -> float:
         """The weighted number of elements of an update, over all ranks. This is a collective."""
-        return current().sum_over_dp(sum(self.algorithm.count(micro) for micro in micros))
+        return current().sum_over_dp(sum(count_of(self.algorithm, micro) for micro in micros))
 
     def accumulate(
         self, micros: Update, now: TrainingProgress, first: bool, scale: float, is_last: bool = True

@@ -27,7 +27,7 @@ from unirl.distributed.group.handle import Group
 from unirl.distributed.group.pool import open_pool
 from unirl.models.loading.checkpoint import TOY
 from unirl.models.loading.hub import ModelSource, look_up, quiet_downloads
-from unirl.plan.machine import check_machine, check_memory, is_elsewhere
+from unirl.plan.machine import check_machine, check_memory, is_elsewhere, scores_elsewhere
 from unirl.plan.placement import capabilities_of, plan_of
 from unirl.plan.preflight import check_disk, needs_of, of_policy, trainer_class
 from unirl.plan.prompts import load_data
@@ -80,10 +80,12 @@ def build_trainer(
     checkpoints = CheckpointStore(root / "checkpoints", keep=recipe.config.keep_checkpoints)
     resume = resume_point(checkpoints, recipe.config.resume)
     check_resumable(resume, checkpoints.directory, recipe)
-    threads = threads_of(recipe.config, recorded_threads(resume, checkpoints.directory))
     look_up_models(recipe)
-    if tracker is None:
+    if is_own_run:
         check_reward(recipe.config)
+    # The last check: it may count the parameters of the model, which imports its libraries.
+    threads = threads_of(recipe.config, recorded_threads(resume, checkpoints.directory))
+    if tracker is None:
         if session is not None:
             session.start()
         tracker = open_tracker(recipe, root, session.argv if session else (), threads)
@@ -170,7 +172,7 @@ def warning_of(policy: str, config: RecipeConfig, warn: Callable[[str], None]) -
 
 def status_of(pool: Pool) -> str:
     """What a run is doing, as text for the console: `generate: sample 8/24 (2.1/s), denoising step 12/20 (3.1/s)`."""
-    return f"{pool.phase}: {pool.status()}" if pool.phase else "between phases"
+    return f"{pool.phase}: {pool.status()}" if pool.phase else "writing files and preparing the next phase"
 
 
 def assemble(
@@ -417,7 +419,7 @@ def check_reward(config: RecipeConfig) -> None:
 
     On several nodes only the reward's own process can tell. It is asked when it runs (`check_prompts`).
     """
-    if config.devices_per_node not in (None, config.num_devices):
+    if scores_elsewhere(config):
         return
     for scorer in config.scorers:
         if any(_checks_start(node.schema.owner) for node in nodes_below(scorer)):
@@ -459,7 +461,7 @@ def _checks_start(cls: type) -> bool:
 def parity_gate(config: RecipeConfig, algorithm: StageAlgorithm[object]) -> ParityGate | None:
     """The gate of a loss with a trust region on log-probs that the engine records; None if both thresholds are off."""
     width = algorithm.trust_width()
-    recorded = capabilities_of(config.rollout).behaviour_logp
+    recorded = capabilities_of(config.rollout).old_logp == "native"
     if width is None or not recorded or not (config.parity.warn or config.parity.stop):
         return None
     return ParityGate(config.parity, width)

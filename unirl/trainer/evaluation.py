@@ -48,7 +48,7 @@ class Evaluator:
         self.reward.check_prompts(
             [prompt.text for prompt in prompts],
             [prompt.metadata for prompt in prompts],
-            [prompt.prompt_id for prompt in prompts],
+            [prompt.place for prompt in prompts],
         )
 
     def evaluate(self) -> EvalResult:

@@ -208,6 +208,7 @@ class Trainer:
             with self.phase("train", learner.track):
                 metrics = learner.learn(step, resp, self.monitor)
             for track, values_of_track in metrics.items():
+                self.monitor.watch_updates(values_of_track)
                 self.monitor.record(track, values_of_track)
         self.pool.release(step)
 

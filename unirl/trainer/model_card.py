@@ -10,6 +10,7 @@ from pathlib import Path
 import unirl
 from unirl.config.node import nodes_below
 from unirl.models.loading.hub import CONFIG, HUB_ID, MODEL_INDEX
+from unirl.tracking.run_directory import REMARKS
 from unirl.trainer.run_folder import SavedRun
 
 CARD = "README.md"
@@ -62,6 +63,8 @@ def _about(saved: SavedRun, weights: str) -> Iterator[str]:
     yield f"| reward | {', '.join(f'`{name}`' for name in _rewards(saved))} |"
     yield f"| steps | {step} of {config.data_prompts} prompts, seed {config.seed} |"
     yield from (f"| {name} | {value} |" for name, value in _scores(saved))
+    if saved.scale in REMARKS:
+        yield f"| note | {REMARKS[saved.scale]} |"
     yield ""
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -29,6 +30,7 @@ RUN_METRICS = ("rollout/reward_mean", "rollout/reward_std", "rollout/reward_min"
 """Metrics of the last track that describe the run as a whole."""
 COMPONENTS = "reward/"
 """The beginning of the metrics of components."""
+SKIPPED = "train/skipped_updates"
 
 
 @dataclass
@@ -43,7 +45,8 @@ class Monitor:
     """The run has several tracks."""
     learns_from_advantages: bool
     """Equal rewards teach the loss nothing, so they raise an alarm."""
-    has_warned_of_padding: bool = False
+    warned_of: set[str] = field(default_factory=set)
+    """Subjects of warnings that are printed once."""
 
     def record(self, track: str, metrics: Mapping[str, float]) -> None:
         """Record the metrics of one track. In a run with several tracks, each name begins with that of its track.
@@ -81,9 +84,12 @@ class Monitor:
     def keep_samples(
         self, done: int, req: RolloutReq, resp: RolloutResp, preview: Callable[[Decoded], Preview]
     ) -> None:
-        """Write a few scored samples of the step into the run directory if `tracking.sample_steps` divides `done`."""
+        """Write a few scored samples of the step into the run directory, every `tracking.sample_steps` steps.
+
+        The samples of the last step are always kept, unless `tracking.sample_steps` is 0.
+        """
         every = self.config.tracking.sample_steps
-        if every and done % every == 0:
+        if every and (done % every == 0 or done == self.config.num_rollouts):
             from unirl.tracking.media import media_of  # PIL, which a check of a recipe does without
 
             track = resp.with_scores_above(self.track)
@@ -116,6 +122,30 @@ class Monitor:
         if gate.is_suspicious(gap):
             self.tracker.event("alarm.raise", alarm="parity", value=gap)
 
+    def watch_updates(self, metrics: Mapping[str, float]) -> None:
+        """Raise alarms if updates of a step were skipped, and about metrics that are not finite.
+
+        Each is also a warning when it happens for the first time in this process.
+        """
+        skipped = metrics.get(SKIPPED, 0.0)
+        if skipped:
+            self.tracker.event("alarm.raise", alarm="update.skipped", value=skipped)
+            self._warn_once(
+                SKIPPED,
+                f"{skipped:g} of {self.config.num_updates} updates of a step changed no weight: the loss or its "
+                "gradient is not finite, or no row counts. stack.max_nonfinite_updates in a row that are not finite "
+                "end the run",
+            )
+        for name, value in metrics.items():
+            if not math.isfinite(value):
+                self.tracker.event("alarm.raise", alarm="metric.nonfinite", value=name)
+                self._warn_once(name, f"the metric {name} of a step is {value}")
+
+    def _warn_once(self, subject: str, text: str) -> None:
+        if subject not in self.warned_of:
+            self.tracker.warn(text)
+        self.warned_of.add(subject)
+
     def summarize(self, steps: int) -> None:
         """Print the course of the rewards over the whole run, and the directory of its files."""
         run = self.tracker.run
@@ -138,14 +168,13 @@ class Monitor:
     def _warn_of_padding(self, missing: int) -> None:
         """Write an event in every call, and print a warning in the first call of this process."""
         self.tracker.event("alarm.raise", alarm="refill.short", value=missing)
-        if not self.has_warned_of_padding:
-            self.tracker.warn(
-                f"{missing} of the {self.config.batch_size} groups of a step have equal rewards after "
-                f"refill.max_draws={self.config.refill and self.config.refill.max_draws} draws: their samples count "
-                "nowhere, and the update is made of the others. Prompts may be too easy or too hard for the policy: "
-                "look at rollout/informative_group_ratio and samples/padding"
-            )
-        self.has_warned_of_padding = True
+        self._warn_once(
+            "padding",
+            f"{missing} of the {self.config.batch_size} groups of a step have equal rewards after "
+            f"refill.max_draws={self.config.refill and self.config.refill.max_draws} draws: their samples count "
+            "nowhere, and the update is made of the others. Prompts may be too easy or too hard for the policy: "
+            "look at rollout/informative_group_ratio and samples/padding",
+        )
 
 
 def sync_metrics(report: SyncReport) -> dict[str, float]:

@@ -104,6 +104,7 @@ class RequestMaker:
             group_ids=groups,
             primitives=self.primitives(prompts),
             metadata=[dict(prompt.metadata) for prompt in prompts],
+            places=[prompt.place for prompt in prompts],
             tracks=specs,
             purpose=purpose,
             step=step,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,11 +25,21 @@ from unirl.plan.tiling import leaves_tiling_open, tiling_key, with_tiling
 from unirl.tracking.backends import MirrorUnavailable, make_mirrors
 from unirl.tracking.console import LEGEND, Console
 from unirl.tracking.mirrors import RunInfo
-from unirl.tracking.run_directory import RunDirectory, RunDirectoryError, RunIdentity, default_root, latest_run
+from unirl.tracking.run_directory import (
+    REMARKS,
+    RunDirectory,
+    RunDirectoryError,
+    RunIdentity,
+    default_root,
+    latest_run,
+)
 from unirl.tracking.tracker import Tracker
 from unirl.train.backend.checkpoint import Checkpoint, open_checkpoint, still_there
 from unirl.trainer.resume import continued
 from unirl.trainer.run_state import STATE_FILE, policy_folder, read_state, saved_choices
+
+LEGEND_WIDTH = 69
+"""Columns of the text beside a label of the banner on a terminal of 80."""
 
 
 def open_tracker(recipe: Recipe, root: Path, argv: Sequence[str], threads: ThreadChoice | None = None) -> Tracker:
@@ -44,7 +55,9 @@ def open_tracker(recipe: Recipe, root: Path, argv: Sequence[str], threads: Threa
     config = recipe.config
     try:
         mirrors = make_mirrors(config.tracking.mirrors)
-        identity = RunIdentity(project=config.run.project, recipe=recipe.file.name, argv=argv, seed=config.seed)
+        identity = RunIdentity(
+            project=config.run.project, recipe=recipe.file.name, argv=argv, seed=config.seed, scale=config.scale
+        )
         run = RunDirectory(root, identity)
     except RunDirectoryError as error:
         raise InvalidValueError(str(error)) from error
@@ -102,12 +115,14 @@ def banner_lines(recipe: Recipe, root: Path, threads: ThreadChoice | None) -> li
         first, *others = (line.strip() for line in geometry_table(policy).removeprefix("geometry").splitlines())
         geometry += [f"{about}{first}", *others]
         placement.append(f"{about}{plan_of(policy).describe()}")
+    remark = REMARKS.get(recipe.config.scale)
     return [
+        *([] if remark is None else [("note", remark)]),
         *_labelled("geometry", geometry),
         *_labelled("placement", placement),
         *([] if threads is None else [("threads", str(threads))]),
         ("tracking", ", ".join(("files", *recipe.config.tracking.mirrors))),
-        *_labelled("columns", LEGEND),
+        *_labelled("columns", textwrap.wrap(LEGEND, LEGEND_WIDTH)),
         ("stop", "Ctrl-C (finishes the step and saves)"),
         ("resume", continuation(recipe, root)),
     ]
@@ -136,6 +151,8 @@ class SavedRun:
     recipe: Recipe
     policy: str = ""
     """The policy that this is about, in a run of several."""
+    scale: str = "full"
+    """The scale of the run. The recipe has its values already."""
 
     @property
     def weights_folder(self) -> Path:
@@ -169,7 +186,8 @@ def saved_run(
     """
     checkpoint = open_checkpoint(path, unread)
     with still_there(checkpoint):
-        tree = read_state(checkpoint.path)["recipe"] | {"resume": "none", "scale": "full"}
+        written = read_state(checkpoint.path)["recipe"]
+        tree = written | {"resume": "none", "scale": "full"}
         chosen = saved_choices(checkpoint.path)
     layers = (ConfigLayer("recipe", tree), ConfigLayer("unirl", settings or {}), command_line_layer(overrides, tree))
     file = RecipeFile(f"saved/{checkpoint.path.name}", checkpoint.path / STATE_FILE)
@@ -180,7 +198,7 @@ def saved_run(
         tiles = chosen.get(tiling_key(config))
         if tiles is not None and leaves_tiling_open(config):
             policies[name] = with_tiling(policies[name], tiles)
-    return SavedRun(checkpoint, replace(recipe, policies=policies))
+    return SavedRun(checkpoint, replace(recipe, policies=policies), scale=written.get("scale", "full"))
 
 
 def check_weights(saved: SavedRun, weights: str) -> None:
@@ -222,7 +240,8 @@ def quiet_tracker(saved: SavedRun, folder: Path, argv: Sequence[str]) -> Tracker
         ConfigError: 2004 when the folder cannot be used.
     """
     check_folder(folder)
-    identity = RunIdentity(project=saved.recipe.config.run.project, recipe=saved.recipe.file.name, argv=argv)
+    project, name = saved.recipe.config.run.project, saved.recipe.file.name
+    identity = RunIdentity(project=project, recipe=name, argv=argv, scale=saved.scale)
     try:
         return Tracker(RunDirectory(folder, identity), tracks=tracks_of(saved.recipe))
     except RunDirectoryError as error:

@@ -34,7 +34,9 @@ class Counted:
     def __str__(self) -> str:
         """`12/20 (3.1/s)`. The first item has no rate: other work came before it."""
         seconds = self.at - self.since
-        return f"{self.done}/{self.total}" + (f" ({self.in_all / seconds:.3g}/s)" if seconds > 0 else "")
+        rate = self.in_all / max(seconds, 1e-9)
+        form = ".0f" if rate >= 100 else ".3g"
+        return f"{self.done}/{self.total}" + (f" ({rate:{form}}/s)" if seconds > 0 else "")
 
 
 class Heartbeat:
@@ -42,6 +44,9 @@ class Heartbeat:
 
     def __init__(self, what: str = "nothing yet") -> None:
         self.what = what
+        """The last progress, for those who look for the cause of a hang."""
+        self.shown = what
+        """The last progress in plain words, for the console."""
         self.count = 0
         """How often in a row it has done this."""
         self.at = time.monotonic()
@@ -53,17 +58,18 @@ class Heartbeat:
     def begin(self, what: str) -> None:
         """Note that `what` begins, and count anew."""
         self.counted = {}
-        self.beat(what)
+        self.beat(what, shown="started")
 
-    def beat(self, what: str, total: int | None = None, done: int | None = None) -> None:
+    def beat(self, what: str, total: int | None = None, done: int | None = None, shown: str = "") -> None:
         """Note that `what` is done.
 
         Args:
+            shown: the words for it on the console, if they are others than `what`.
             total: how often it will be done in all, if that is known.
             done: how often it is done by now. None: once more than before, and from 1 again when all were done.
         """
         self.count = self.count + 1 if what == self.what else 1
-        self.what, self.at = what, time.monotonic()
+        self.what, self.shown, self.at = what, shown or what, time.monotonic()
         if total is not None:
             self.counted = {name: each for name, each in self.counted.items() if name != what} | {
                 what: self._counted(what, total, done)
@@ -90,7 +96,7 @@ class Heartbeat:
         # The outer count, which has moved less often, stands first.
         latest.sort(key=lambda item: item[1].beats)
         text = ", ".join(f"{what} {count}" for what, count in latest)
-        text = text or (f"{self.what} ({self.count})" if self.count > 1 else self.what)
+        text = text or (f"{self.shown} ({self.count})" if self.count > 1 else self.shown)
         silent = round(self.silent_s)
         return f"{text}, {silent} s ago" if silent else text
 
@@ -152,7 +158,8 @@ class ImportProgress(MetaPathFinder):
             self.names.add(fullname)
             target_heartbeat = heartbeat() or self.outside
             if target_heartbeat is not None:
-                target_heartbeat.beat(f"import of {fullname}")
+                shown = f"loading Python libraries (module {len(self.names)})"
+                target_heartbeat.beat(f"import of {fullname}", shown=shown)
 
 
 IMPORTS = ImportProgress()

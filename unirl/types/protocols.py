@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from unirl.types.conditions import Conditions
 
 PromptT = TypeVar("PromptT")
+OldLogp = Literal["native", "replay", "none"]
+"""native: the engine reports them. replay: it reports what the trainer needs to compute them. none: neither."""
 State = dict[str, Any]
 """State that can be written as JSON: numbers, strings, booleans, None, and lists or mappings of these."""
 
@@ -92,6 +94,9 @@ class GuidanceLike(Protocol):
 
     def off(self) -> GuidanceLike:
         """The same kind without the unconditional branch."""
+
+    def combine(self, uncond: Tensor, cond: Tensor, sigma: Tensor) -> Tensor:
+        """The guided velocity [B, *latent] from those of both branches at noise levels `sigma` [B]."""
 
     def feeds(self, conditions: Conditions) -> tuple[Conditions, ...]:
         """The conditions of each forward pass. They are computed once and used at every step."""
@@ -176,7 +181,8 @@ class Needs:
 class Capabilities:
     """Features that an engine or a reward supports."""
 
-    behaviour_logp: bool = False
+    old_logp: OldLogp = "replay"
+    """The origin of the log-probs of an engine's samples under the policy that sampled them."""
     snapshots: bool = False
     """The engine can sample from a snapshot by name."""
     dedicated: bool = False

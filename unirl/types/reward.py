@@ -38,6 +38,7 @@ class RewardRequest:
     lengths: Sequence[ResponseLength] | None = None  # of the generated texts
     sources: Sequence[Sequence[Tensor]] | None = None  # per row, the images [3, H, W] in [0, 1] of its prompt
     metadata: Sequence[Metadata] | None = None
+    places: Sequence[str] | None = None  # file and line of each row's prompt, for messages; a scorer gets None
 
     def __len__(self) -> int:
         return len(self.sample_ids)

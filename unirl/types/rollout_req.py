@@ -39,6 +39,8 @@ class RolloutReq(Batch):
     group_ids: list[str] = row()
     primitives: dict[str, Batch] = row()
     metadata: list[Metadata] = row()
+    places: list[str] | None = row(optional=True)
+    """File and line of each row's prompt, for messages."""
     tracks: dict[str, TrackSpec] = shared()
     purpose: Purpose = shared()
     step: int = shared()

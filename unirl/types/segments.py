@@ -104,7 +104,7 @@ class TextSegment(Segment):
     """Sampled tokens, packed. Log-probs are those of the tempered distribution before top_k and top_p.
 
     Values at tokens that are context only are never read; they need not be finite. Log-probs are NaN if the engine
-    reports none (`Capabilities.behaviour_logp`).
+    reports none (`Capabilities.old_logp`).
     """
 
     tokens: Tensor = packed()  # [sum L] int64

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from unirl.algorithms.base import LOSS_RMS, START, LatentRows, LossResult, Part, PolicyGradient, PolicyOutputs
 from unirl.algorithms.shared.checks import check_coefficients, check_key
+from unirl.algorithms.shared.contract import check_elements, check_quantities, elements_of
 from unirl.algorithms.shared.kl import KLForm, element_means, gaussian_kl, k1
 from unirl.algorithms.shared.surrogate import ClipSchedule, clip_scale, mean_metric, weighted_sum
 from unirl.config.errors import IncompatibleError, InvalidValueError
@@ -42,6 +43,9 @@ WITH_MEAN_ONE: tuple[StepWeights, ...] = ("flash", "inverse_dt")
 """The rules whose weights are divided by their mean."""
 
 TEMPFLOW_SCALE = 2.25
+
+REPLAYED: tuple[Quantity, ...] = ("logp", "mean", "velocity")
+"""The outputs of a replayed step."""
 
 
 def velocity_slope(kernel: Kernel, sigma: float, sigma_next: float) -> float:
@@ -126,13 +130,18 @@ class DenoisingLoss(PolicyGradient[DiffusionStage, LatentSegment]):
 
     @abstractmethod
     def old_quantities(self) -> tuple[Quantity, ...]:
-        """Outputs of the policy that sampled, as read by the policy loss."""
+        """The names of the outputs of the policy that sampled that `policy_loss` reads, such as ("logp",)."""
 
     @abstractmethod
     def policy_loss(
         self, new: Replay, rows: LatentRows, part: Part, advantages: Float[Tensor, "B S"], now: TrainingProgress
     ) -> tuple[Float[Tensor, "B S"], Metrics]:
-        """P per element [B, S], from `advantages` [B, S], and its metrics."""
+        """Returns (P, metrics): P [B, S] per sample and denoising step with its gradient, a dict of `Metric` by name.
+
+        Args:
+            new: the replayed steps, under the weights that are trained.
+            advantages: [B, S]
+        """
 
     @property
     def reads_density(self) -> bool:
@@ -147,7 +156,9 @@ class DenoisingLoss(PolicyGradient[DiffusionStage, LatentSegment]):
         self._check_density(sampling.kernel)
 
     def anchors(self) -> Mapping[str, Anchor]:
-        old: set[Quantity] = {*self.old_quantities()}
+        quantities = self.old_quantities()
+        check_quantities(self, "old_quantities", quantities, REPLAYED)
+        old: set[Quantity] = {*quantities}
         reference: set[Quantity] = set()
         if self._kl_in_reward:
             old.add("logp")
@@ -176,6 +187,7 @@ class DenoisingLoss(PolicyGradient[DiffusionStage, LatentSegment]):
         weights = rows.weight[:, None].expand_as(new.logp)
         metrics: Metrics = {}
         advantages, penalties = self.element_advantages(rows, part), []
+        check_elements(self, "element_advantages", advantages, weights.shape, has_graph=False)
         if self.kl_coef > 0:
             kl, beta = self.reference_kl(new, rows, part), self.kl_at(now)
             metrics |= step_metrics("train/kl", kl, weights, part)
@@ -190,7 +202,8 @@ class DenoisingLoss(PolicyGradient[DiffusionStage, LatentSegment]):
             error = element_means((new.velocity - reference).square())
             metrics["train/velocity_mse"] = mean_metric(error, weights)
             penalties.append(("train/velocity_loss", self.velocity_coef * error))
-        policy, policy_metrics = self.policy_loss(new, rows, part, advantages, now)
+        returned = self.policy_loss(new, rows, part, advantages, now)
+        policy, policy_metrics = elements_of(self, "policy_loss", returned, weights.shape, new.logp.requires_grad)
         policy = self._with_step_weights(policy, rows.segment, part)
         metrics |= policy_metrics | {"train/policy_loss": mean_metric(policy, weights)}
         metrics |= {name: mean_metric(term, weights) for name, term in penalties}

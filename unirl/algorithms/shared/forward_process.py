@@ -18,6 +18,7 @@ from torch import Tensor
 
 from unirl.algorithms.base import LOSS_RMS, START, LatentRows, LossResult, Part, PolicyOutputs, StageAlgorithm
 from unirl.algorithms.shared.checks import check_coefficients, check_key
+from unirl.algorithms.shared.contract import elements_of
 from unirl.algorithms.shared.kl import element_means
 from unirl.algorithms.shared.surrogate import mean_metric, weighted_sum
 from unirl.algorithms.shared.training_times import ScheduleTimes, TrainingTimes
@@ -155,7 +156,11 @@ class PenalizedLoss(ForwardProcessLoss):
     def policy_loss(
         self, noised: Noised, v: Float[Tensor, "B n *latent"], rows: LatentRows, part: Part
     ) -> tuple[Float[Tensor, "B n"], Metrics]:
-        """[B, n] float64 P per element from the velocity at the noised samples, and its metrics."""
+        """Returns (P, metrics): P [B, n] float64 per sample and training time with its gradient, a dict of `Metric`.
+
+        Args:
+            v: the velocity of the trained weights at the noised samples.
+        """
 
     def velocity_penalties(self) -> Mapping[str, float]:
         """Coefficient of the squared distance to the velocity of each snapshot, by snapshot; 0 = no penalty."""
@@ -170,7 +175,8 @@ class PenalizedLoss(ForwardProcessLoss):
         """One forward at the noised samples of `part`, then the sum of policy loss and velocity penalties."""
         noised, weights = self.noised(rows, part), self.weights(rows, part)
         v = self.velocity(stage, rows, noised)
-        policy, policy_metrics = self.policy_loss(noised, v, rows, part)
+        returned = self.policy_loss(noised, v, rows, part)
+        policy, policy_metrics = elements_of(self, "policy_loss", returned, weights.shape, v.requires_grad)
         penalty, metrics = self.velocity_penalty(rows, part, v)
         metrics |= policy_metrics | {"train/policy_loss": mean_metric(policy, weights)}
         losses = policy + penalty

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from unirl.algorithms.base import LOSS_RMS, START, LossResult, Part, PolicyGradient, PolicyOutputs, TokenRows
 from unirl.algorithms.shared.checks import check_coefficients, check_key
+from unirl.algorithms.shared.contract import broken, check_elements, check_metrics, shown
 from unirl.algorithms.shared.kl import MAX_LOG_RATIO, KLEstimator, k3, kl_estimate
 from unirl.algorithms.shared.mismatch import Correction, mismatch_metrics
 from unirl.algorithms.shared.packed import (
@@ -172,6 +173,7 @@ class TokenLoss(PolicyGradient[TokenStage, TextSegment]):
                 terms["train/kl_loss"] = beta * kl
         tokens = self.assign_credit(tokens, replay, rows, part, now)
         surrogate = self.surrogate(tokens, now)
+        self._check_surrogate(surrogate, tokens)
         terms["train/policy_loss"], mismatch = self._corrected(surrogate.losses, tokens, rows)
         metrics |= mismatch | surrogate_metrics(surrogate, tokens.weights)
         loss, term_metrics = self._aggregated(terms | surrogate.terms, tokens, rows)
@@ -210,11 +212,13 @@ class TokenLoss(PolicyGradient[TokenStage, TextSegment]):
         recorded = rows.segment.logp if self.old_logp_source == "rollout" else self.anchor(rows, "old_logp", part)
         old_logp = offsets.masked(logp.detach() if recorded is None else recorded)
         logp = offsets.masked(logp)
+        advantages = self.token_advantages(rows, part, old_logp)
+        check_elements(self, "token_advantages", advantages, logp.shape, has_graph=False)
         return Tokens(
             logp=logp,
             old_logp=old_logp,
             log_ratio=(logp - old_logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO),
-            advantages=offsets.masked(self.token_advantages(rows, part, old_logp)).detach(),
+            advantages=offsets.masked(advantages).detach(),
             weights=offsets.masked(offsets.spread(rows.weight)),
             rows=offsets,
         )
@@ -255,6 +259,23 @@ class TokenLoss(PolicyGradient[TokenStage, TextSegment]):
         reference = self.filled_anchor(rows, "ref_logp", part)
         policy = tokens.logp if self.kl_in == "loss" else tokens.old_logp
         return kl_estimate(self.kl_estimator, policy - tokens.rows.masked(reference))
+
+    def _check_surrogate(self, surrogate: Surrogate, tokens: Tokens) -> None:
+        """Raises PluginError if `surrogate` returned something else than its contract says."""
+        if not isinstance(surrogate, Surrogate):
+            raise broken(
+                self, "surrogate", shown(surrogate), "It must return a unirl.algorithms.shared.tokens.Surrogate"
+            )
+        shape, has_graph = tokens.logp.shape, tokens.logp.requires_grad
+        for name, value in {
+            "log_ratio": surrogate.log_ratio,
+            "above": surrogate.above,
+            "below": surrogate.below,
+        }.items():
+            check_elements(self, "surrogate", value, shape, has_graph=False, name=name)
+        for name, value in {"losses": surrogate.losses, **surrogate.terms}.items():
+            check_elements(self, "surrogate", value, shape, has_graph, name=name)
+        check_metrics(self, "surrogate", surrogate.metrics)
 
     def _corrected(self, losses: Tensor, tokens: Tokens, rows: TokenRows) -> tuple[Tensor, Metrics]:
         """[sum L] the policy losses times the mismatch weights, if the recipe has a correction."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -260,6 +260,11 @@ class DiffusersBundle(CheckpointBundle, DiffusionBundle):
     def estimate(cls, path: str, revision: str | None = None) -> ModelEstimate:
         """Parameter counts of a model that is not loaded."""
         return cls.family.estimate(path, revision)
+
+    @classmethod
+    def saved_matrices(cls, path: str) -> Collection[str]:
+        """Names of the trained matrices in the weight files of a shipped or local model. Empty if there are none."""
+        return cls.family.saved_matrices(path)
 
     @classmethod
     def decoding(

@@ -15,6 +15,7 @@ import importlib
 import math
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -248,6 +249,20 @@ class DiffusersFamily:
             **block_counts(network, facts),
             width=_width(linears, facts),
         )
+
+    def saved_matrices(self, path: str) -> set[str]:
+        """Names of layers with a matrix of weights, in the files of the trained components of a shipped or local model.
+
+        No class of the model is imported. Empty where the files are not here, or where not diffusers wrote them, since
+        other libraries rename tensors when they load them.
+        """
+        root, names = Path(self.shipped.get(path, path)), set[str]()
+        for component in self.trained:
+            with suppress(NotFoundError, OSError, SafetensorError):  # loading the model reports them
+                headers = read_headers(component, root / component, WEIGHTS)
+                matrices = [name for name, saved in headers.items() if len(saved.shape) == 2]
+                names |= {name.removesuffix(".weight") for name in matrices if name.endswith(".weight")}
+        return names
 
     def decoding(
         self,

@@ -14,11 +14,11 @@ from functools import cache
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from unirl.config.errors import RewardError
+from unirl.config.errors import RewardError, did_you_mean
 from unirl.reward.base import RewardScorer
+from unirl.reward.scoring import score_rows
 from unirl.types.primitives import unit
 from unirl.types.reward import RewardRequest, RewardResponse
 
@@ -42,6 +42,8 @@ SHAPES: Mapping[str, Region] = {
     "cross": lambda u, v: (np.maximum(np.abs(u), np.abs(v)) <= 1.0) & (np.minimum(np.abs(u), np.abs(v)) <= 0.34),
 }
 PLACES = {"left": (-1, 0), "right": (1, 0), "top": (0, -1), "bottom": (0, 1)}
+ATTRIBUTES: Mapping[str, tuple[str, ...]] = {"color": tuple(PALETTE), "shape": tuple(SHAPES), "place": tuple(PLACES)}
+"""Metadata key to the values that a prompt may request."""
 
 SUPERSAMPLE = 5
 FRAME = 20
@@ -124,32 +126,41 @@ class ShapesRewardScorer(RewardScorer):
 
     def score(self, request: RewardRequest) -> RewardResponse:
         assert request.images is not None and request.metadata is not None
-        images = unit(request.images).permute(0, 2, 3, 1).double().cpu().numpy()
-        earned = [
-            credits(sight(image, self.config), metadata, sample)
-            for image, metadata, sample in zip(images, request.metadata, request.sample_ids, strict=True)
-        ]
-        share = torch.tensor([sum(row) / len(row) for row in earned])
-        exact = torch.tensor([float(min(row) == 1) for row in earned])
-        return RewardResponse(total=share, components={"share": share, "exact": exact})
+        images, metadata = unit(request.images).permute(0, 2, 3, 1).double().cpu().numpy(), request.metadata
+
+        def score_row(row: int) -> Mapping[str, float]:
+            earned = credits(sight(images[row], self.config), requested_in(metadata[row]))
+            return {"share": sum(earned) / len(earned), "exact": float(min(earned) == 1)}
+
+        return score_rows(request, ("share", "exact"), score_row)
+
+    def check_prompt(self, prompt: str, metadata: Mapping[str, object]) -> None:
+        requested_in(metadata)
 
 
-def credits(sighting: Sighting, metadata: Mapping[str, object], sample_id: str) -> list[float]:
-    """Returns the credit for each requested attribute: 1 if it was detected, less for a ragged shape, otherwise 0.
+def requested_in(metadata: Mapping[str, object]) -> dict[str, object]:
+    """Returns the requested value of each attribute in the metadata of a prompt.
 
-    Raises RewardError when none is requested.
+    Raises RewardError when none is requested, or one that the detector does not know.
     """
-    known = {"color": PALETTE, "shape": SHAPES, "place": PLACES}
-    requested = {key: metadata[key] for key in known if key in metadata}
+    requested = {key: metadata[key] for key in ATTRIBUTES if key in metadata}
     for key, value in requested.items():
-        if value not in known[key]:
+        if value not in ATTRIBUTES[key]:
+            near = did_you_mean(value, ATTRIBUTES[key]) if isinstance(value, str) else ""
             raise RewardError(
-                f"sample {sample_id!r} asks for {key} {value!r}: the shapes reward knows {', '.join(known[key])}"
+                f"metadata {key!r} is {value!r}, which the shapes reward does not know.{near} Write one of "
+                f"{', '.join(ATTRIBUTES[key])}"
             )
     if not requested:
         raise RewardError(
-            f"sample {sample_id!r} has metadata {dict(metadata)}: the shapes reward needs one of {', '.join(known)}"
+            f"no attribute that the shapes reward could look for in the metadata (keys: {sorted(metadata)}). Write one "
+            f'or several of {", ".join(ATTRIBUTES)}, as in "metadata": {{"color": "red", "shape": "circle"}}'
         )
+    return requested
+
+
+def credits(sighting: Sighting, requested: Mapping[str, object]) -> list[float]:
+    """Returns the credit for each requested attribute: 1 if it was detected, less for a ragged shape, otherwise 0."""
     full = {"color": 1.0, "shape": sighting.outline, "place": 1.0}
     return [full[key] if asdict(sighting)[key] == value else 0.0 for key, value in requested.items()]
 

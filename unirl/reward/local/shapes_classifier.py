@@ -8,7 +8,7 @@ evaluated with the detector.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -91,6 +91,9 @@ class ShapesClassifierRewardScorer(LocalRewardBackend[ShapesClassifier]):
                 for start in range(0, len(request), size)
             ]
         return single("log_prob", torch.cat(parts))
+
+    def check_prompt(self, prompt: str, metadata: Mapping[str, object]) -> None:
+        color_and_shape(prompt)
 
     def objective(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         requested = torch.tensor([color_and_shape(prompt) for prompt in prompts], device=self.device)

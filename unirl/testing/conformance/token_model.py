@@ -88,10 +88,7 @@ class TokenModel:
 
     def load_adapter(self, name: str, tensors: Mapping[str, Tensor], rank: int, alpha: float) -> None:
         """Keep an adapter. The first one decides the layers, rank and scale of all."""
-        named = {
-            f"{key.removeprefix('base_model.model.').removesuffix('.weight')}.default.weight": tensor
-            for key, tensor in tensors.items()
-        }
+        named = {adapter_parameter(key.removeprefix("base_model.model.")): tensor for key, tensor in tensors.items()}
         if self.lora is None:
             layers = {".".join(key.split(".lora_")[0].split(".")[-2:]) for key in named}
             self.lora = LoraSpec(rank=rank, alpha=alpha, targets=tuple(sorted(layers)))
@@ -106,6 +103,11 @@ class TokenModel:
             if ".lora_" in key:
                 parameter.data.copy_(self.adapters[name][key] if name is not None else torch.zeros(()))
         self.active = name
+
+
+def adapter_parameter(name: str) -> str:
+    """The parameter of a network with adapters for a tensor `LAYER.lora_A.weight` or `LAYER.lora_B.weight`."""
+    return f"{name.removesuffix('.weight')}.default.weight"
 
 
 def joined_name(name: str) -> str:

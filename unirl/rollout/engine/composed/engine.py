@@ -29,8 +29,8 @@ class ComposedRolloutEngine(RolloutEngine):
     models that take images. Rewards are given for the original prompt.
     """
 
-    capabilities: ClassVar[Capabilities] = Capabilities(behaviour_logp=True, snapshots=True)
-    toy: ClassVar[Mapping[str, object]] = {"pe_max_missing": 1.0}
+    capabilities: ClassVar[Capabilities] = Capabilities(old_logp="native", snapshots=True)
+    toy: ClassVar[Mapping[str, object]] = {"pe_marker": None, "pe_max_missing": 1.0}  # random weights never write it
 
     def __init__(
         self,

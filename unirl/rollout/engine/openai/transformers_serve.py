@@ -27,10 +27,9 @@ from unirl.distributed.weight_sync.base import WeightLayout
 from unirl.models.language.bundle import load_network
 from unirl.models.language.pipeline import TextPipeline
 from unirl.models.loading.hub import quiet_libraries
-from unirl.rollout.engine.serving.engine import TokenServingEngine
-from unirl.rollout.engine.serving.http_server import HttpTokenServer, ServerAccess, shown
+from unirl.rollout.engine.serving.http_server import HttpServer, ServerAccess, shown
 from unirl.rollout.engine.serving.process import LOOPBACK
-from unirl.rollout.engine.serving.server import ProbeResult, TokenAnswer, TokenRequest
+from unirl.rollout.engine.serving.tokens import ProbeResult, TokenAnswer, TokenRequest, TokenServer, TokenServingEngine
 from unirl.types.protocols import Capabilities
 from unirl.types.sampling import ARSamplingParams
 
@@ -55,7 +54,7 @@ class ServedCompletion(msgspec.Struct):
     choices: list[ServedChoice]
 
 
-class TransformersServer(HttpTokenServer):
+class TransformersServer(HttpServer, TokenServer):
     """A process of `transformers serve`, or one that runs at `rollout.url` on this machine."""
 
     name: ClassVar[str] = "transformers serve"

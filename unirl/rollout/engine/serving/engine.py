@@ -1,56 +1,46 @@
-"""Samples tokens with a server: encodes prompts, sends requests, checks every answer, and sends weights.
+"""Samples with a server: sends weights to it, asks for all rows at the same time, and checks which weights it used.
 
-prompts --encode--> token ids --TokenServer.complete--> token ids --checks--> segment
-buckets --WeightForwarder--> TokenServer.send_weights --> fingerprints --> probe of the logits
+buckets --WeightForwarder--> Server.send_weights --> fingerprints --> canary
+requests --threads--> answers, in their order
 """
 
 from __future__ import annotations
 
-import math
 import secrets
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextvars import copy_context
-from typing import Any
+from typing import TypeVar
 
-from unirl.config.errors import EngineError, IncompatibleError, SyncError, WeightsLostError
-from unirl.distributed.weight_sync.base import Arrival, CanaryResult, Numerics, ParamMapping, WeightLayout
+from unirl.config.errors import SyncError, WeightsLostError
+from unirl.distributed.weight_sync.base import Arrival, Numerics, ParamMapping, WeightLayout
 from unirl.distributed.weight_sync.buckets import Bucket
 from unirl.distributed.weight_sync.endpoints import WeightForwarder
-from unirl.models.base import CanaryOutput, response_of
-from unirl.models.language.decoding import Response, ResponseBuilder
-from unirl.models.language.packing import prompts_of
-from unirl.models.language.pipeline import TextPipeline
-from unirl.models.language.stage import text_segment
+from unirl.models.base import Pipeline
 from unirl.models.loading.lora import adapter_names, inject_lora
 from unirl.rollout.engine.base import DedicatedEngine
-from unirl.rollout.engine.serving.server import TokenAnswer, TokenRequest, TokenServer
+from unirl.rollout.engine.serving.server import Server
 from unirl.sde.noise import NoiseSource, key_seed
-from unirl.types.batch import Batch
-from unirl.types.conditions import PromptTokens
 from unirl.types.facts import ModelFacts
 from unirl.types.progress import progress
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp
-from unirl.types.sampling import ARSamplingParams
+from unirl.types.sampling import Sampling
 
 SEEDS = 2**31
 """Servers take seeds of 31 bits."""
+RequestT = TypeVar("RequestT")
+AnswerT = TypeVar("AnswerT")
 
 
-class TokenServingEngine(DedicatedEngine):
-    """Samples with a server of tokens. The pipeline encodes and decodes; its network has no storage.
+class ServingEngine(DedicatedEngine):
+    """Samples with a server. The pipeline encodes and decodes; its network has no storage.
 
-    Responses depend on their own seeds, not on other rows. They are not those of the trainside engine, whose random
-    numbers a server does not use: the distribution is the same.
+    A kind of sample has one subclass: tokens, or latents. It implements `respond`, `canary_inputs` and `canary`.
     """
 
-    def __init__(self, pipeline: TextPipeline[Any], server: TokenServer) -> None:
-        if pipeline.facts.condition_images != (0, 0):
-            raise IncompatibleError(
-                f"{type(self).__name__} sends texts alone, and {type(pipeline).__name__} is for a model that reads "
-                "images. Use another engine, such as rollout=replica"
-            )
+    def __init__(self, pipeline: Pipeline, server: Server) -> None:
         self.pipeline = pipeline
         self.server = server
         self.forwarder: WeightForwarder | None = None
@@ -94,15 +84,6 @@ class TokenServingEngine(DedicatedEngine):
             raise SyncError("weights arrived before prepare(layout) was called")
         return self.forwarder
 
-    def canary_inputs(self) -> PromptTokens:
-        return self.pipeline.canary_inputs()
-
-    def canary(self, inputs: Batch, answer: CanaryOutput) -> CanaryResult:
-        prompts = prompts_of({"prompt": inputs})
-        rows = [row.tolist() for row in prompts.tokens.split(prompts.lengths.tolist())]
-        result = self.server.probe(rows, answer.values.float().cpu())
-        return CanaryResult(False, result.absdiff, result.relative)
-
     def move(self, asleep: bool) -> None:
         if self.forwarder is None:
             return  # the server has not started
@@ -114,31 +95,21 @@ class TokenServingEngine(DedicatedEngine):
     # Samples
 
     def sample(self, req: RolloutReq) -> RolloutResp:
-        _, params = req.only_track(ARSamplingParams)
-        conditions = self.pipeline.encode(req, params)
-        prompts = prompts_of(conditions)
-        tokens = [row.tolist() for row in prompts.tokens.cpu().split(prompts.lengths.tolist())]
-        noise = NoiseSource(params.seed, req.purpose, req.step)
-        seeds = [key_seed(params.seed, noise.key(id, "tok")) % SEEDS for id in req.sample_ids]
-        requests = [TokenRequest(*row) for row in zip(req.sample_ids, tokens, seeds, strict=True)]
         try:
-            answers = self._answers(requests, params)
+            return self.respond(req)
         except WeightsLostError:
             self.held = None
             raise
-        builder = ResponseBuilder(self.pipeline.bundle.codec, params, None)
-        responses = [response_from(row, id, answers[row], builder) for row, id in enumerate(req.sample_ids)]
-        segment = text_segment(responses, params)
-        return response_of(req, conditions, segment, self.pipeline.decoded(segment, req.sample_ids))
 
-    def _answers(self, requests: Sequence[TokenRequest], params: ARSamplingParams) -> list[TokenAnswer]:
-        """The checked answers to all requests, in their order."""
-        answers: dict[int, TokenAnswer] = {}
+    @abstractmethod
+    def respond(self, req: RolloutReq) -> RolloutResp:
+        """Sample from the present weights. Raises WeightsLostError if the server no longer has them."""
+
+    def answers(self, requests: Sequence[RequestT], ask: Callable[[RequestT], AnswerT]) -> list[AnswerT]:
+        """The answers of `ask` to all requests, in their order. `server.concurrency` of them are asked at a time."""
+        answers: dict[int, AnswerT] = {}
         with ThreadPoolExecutor(self.server.concurrency, thread_name_prefix="server") as threads:
-            started = {
-                threads.submit(copy_context().run, self._answer, request, params): row
-                for row, request in enumerate(requests)
-            }
+            started = {threads.submit(copy_context().run, ask, request): row for row, request in enumerate(requests)}
             try:
                 for future in as_completed(started):
                     answers[started[future]] = future.result()
@@ -148,41 +119,21 @@ class TokenServingEngine(DedicatedEngine):
                 raise
         return [answers[row] for row in range(len(requests))]
 
-    def _answer(self, request: TokenRequest, params: ARSamplingParams) -> TokenAnswer:
-        """The checked answer to one request, after retries. A retried request has the same seed."""
-        answer = self.server.insist(f"for {request.id}", lambda: self.server.complete(request, params))
-        self._check(request, answer, params)
-        return answer
-
-    def _check(self, request: TokenRequest, answer: TokenAnswer, params: ARSamplingParams) -> None:
-        """Raises SyncError or EngineError for an answer that the server may not give."""
-        if answer.weights != self.weights_name:
+    def check_weights(self, id: str, weights: str) -> None:
+        """Raises SyncError unless `weights`, from which the server sampled a row, are those of the last transfer."""
+        if weights != self.weights_name:
             self.server.recover()  # raises if the server was restarted, which explains it
             raise SyncError(
-                f"{self.server.name} sampled {request.id} from the weights {answer.weights!r}, and the last verified "
+                f"{self.server.name} sampled {id} from the weights {weights!r}, and the last verified "
                 f"ones are {self.weights_name!r}: another program may have loaded weights into the same server"
             )
-        name, count = f"{self.server.name}: its answer to {request.id}", len(answer.tokens)
-        if not 1 <= count <= params.max_new_tokens:
-            raise EngineError(f"{name} has {count} tokens, and sampling.max_new_tokens is {params.max_new_tokens}")
-        wrong = [token for token in answer.tokens if not 0 <= token < self.pipeline.facts.vocab_size]
-        if wrong:
-            raise EngineError(f"{name} has the token {wrong[0]}; the model has {self.pipeline.facts.vocab_size} tokens")
-        if self.capabilities.behaviour_logp:
-            logps = [] if answer.logps is None else answer.logps
-            if len(logps) != count or not all(math.isfinite(logp) and logp <= 0 for logp in logps):
-                raise EngineError(f"{name} has {count} tokens, and needs as many log-probs <= 0: {list(logps)[:8]}")
 
 
-def response_from(row: int, id: str, answer: TokenAnswer, builder: ResponseBuilder) -> Response:
-    """The response of a row, ended as the sampling settings say. Log-probs that the server does not report are NaN."""
-    response = Response(row, id)
-    logps = answer.logps if answer.logps is not None else [math.nan] * len(answer.tokens)
-    for token, logp in zip(answer.tokens, logps, strict=True):
-        builder.append(response, int(token), float(logp))
-        if response.is_done:  # a stop string: the server does not know it
-            return response
-    raise EngineError(
-        f"the server's answer to {id} ends after {len(answer.tokens)} of {builder.params.max_new_tokens} tokens, and "
-        f"the last one, {answer.tokens[-1]}, is no end token of the model {list(builder.codec.ends)}: it was cut off"
-    )
+def seeds_of(req: RolloutReq, sampling: Sampling, what: str) -> list[int]:
+    """A seed for each row of a request, as a function of its key: seed, step and sample id.
+
+    Args:
+        what: the name of the draw, such as `tok`.
+    """
+    noise = NoiseSource(sampling.seed, req.purpose, req.step)
+    return [key_seed(sampling.seed, noise.key(id, what)) % SEEDS for id in req.sample_ids]

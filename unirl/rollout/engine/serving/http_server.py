@@ -1,22 +1,24 @@
-"""A server of tokens that is reached by HTTP: started on the loopback interface, or joined at its address."""
+"""A server that is reached by HTTP: started on the loopback interface, or joined at its address."""
 
 from __future__ import annotations
 
 import sys
 import threading
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import msgspec
 
-from unirl.config.errors import EngineError, IncompatibleError, WeightsLostError
+from unirl.config.errors import EngineError, IncompatibleError, InvalidValueError, WeightsLostError
 from unirl.config.http import PROBE_TIMEOUT_S, HttpClient, Reply, RequestFailed, ServerBusy
 from unirl.distributed.group.rank import current
 from unirl.rollout.engine.serving.process import LOOPBACK, ServerProcess, free_port
-from unirl.rollout.engine.serving.server import TokenServer
+from unirl.rollout.engine.serving.server import Server
+
+BodyT = TypeVar("BodyT")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +34,7 @@ class ServerAccess:
     """The output of a server that this process starts is appended to this file."""
 
 
-class HttpTokenServer(TokenServer):
+class HttpServer(Server):
     """A process with a program that a subclass names, or a server that runs at `access.url`."""
 
     health: ClassVar[str]
@@ -145,6 +147,17 @@ class HttpTokenServer(TokenServer):
         """The reply to a request that may be repeated, after retries. Raises as `insist` and `post` do."""
         return self.insist(f"to {path}", lambda: self.post(path, body))
 
+    def get(self, path: str, kind: type[BodyT]) -> BodyT:
+        """The body of the reply to a GET request, after retries. Raises as `insist` and `read` do."""
+        return self.read(self.insist(f"to {path}", lambda: self.http.request("GET", path)), kind)
+
+    def read(self, reply: Reply, kind: type[BodyT]) -> BodyT:
+        """The JSON body of a reply. Raises EngineError if it is no `kind`."""
+        try:
+            return msgspec.json.decode(reply.body, type=kind)
+        except msgspec.DecodeError as error:
+            raise EngineError(f"{self.name}: an answer cannot be read: {error}: {shown(reply)}") from error
+
     def stop(self) -> None:
         if self.process is not None:
             self.process.stop()
@@ -153,3 +166,24 @@ class HttpTokenServer(TokenServer):
 def shown(reply: Reply) -> str:
     """The beginning of a reply, for an error message."""
     return reply.body[:300].decode(errors="replace")
+
+
+def option_words(arguments: Mapping[str, object], own: Collection[str]) -> list[str]:
+    """The words of `rollout.engine_args`. True is a flag, a list has several values; null and false are left out.
+
+    Args:
+        own: arguments that the engine sets itself.
+    """
+    words: list[str] = []
+    for name, value in arguments.items():
+        option = name.replace("_", "-").removeprefix("--")
+        if option in own:
+            raise InvalidValueError(
+                f"rollout.engine_args sets {name}, which the engine sets itself: leave it out, and use the "
+                "settings of rollout, bundle and backend.lora_cfg"
+            )
+        if value is None or value is False:
+            continue
+        words.append(f"--{option}")
+        words += [] if value is True else [str(each) for each in (value if isinstance(value, list) else [value])]
+    return words

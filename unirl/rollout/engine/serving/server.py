@@ -1,6 +1,7 @@
-"""The contract of a server that generates tokens: the requests, the answers, and the transfer of weights to it.
+"""The contract of the servers of engines: a process that samples, and the transfer of weights to it.
 
-A kind of server is one subclass of `TokenServer`. It knows the words of the wire; the engine knows none of them.
+A kind of server is one subclass of `TokenServer` (tokens.py) or `LatentServer` (latents.py). It knows the words of the
+wire; the engine knows none of them.
 """
 
 from __future__ import annotations
@@ -8,8 +9,7 @@ from __future__ import annotations
 import random
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar, TypeVar
 
 from torch import Tensor
@@ -17,7 +17,6 @@ from torch import Tensor
 from unirl.config.errors import EngineError
 from unirl.config.http import MAX_PAUSE_S, RequestFailed, ServerBusy
 from unirl.distributed.weight_sync.base import WeightLayout
-from unirl.types.sampling import ARSamplingParams
 
 MAX_ATTEMPTS = 5
 """Attempts at one request before the run stops."""
@@ -25,40 +24,8 @@ RETRY_DELAY_S = 0.2
 AnswerT = TypeVar("AnswerT")
 
 
-@dataclass(frozen=True)
-class TokenRequest:
-    """One response to be sampled."""
-
-    id: str
-    prompt: Sequence[int]
-    """The tokens of the prompt."""
-    seed: int
-    """The seed of its random numbers, in [0, 2^31)."""
-
-
-@dataclass(frozen=True)
-class TokenAnswer:
-    """One sampled response, as the server reports it."""
-
-    tokens: Sequence[int]
-    logps: Sequence[float] | None
-    """Log-prob of each token, nats: log_softmax(logits / temperature) before top_k and top_p. None: not reported."""
-    weights: str
-    """The name of the weights that it was sampled from, as the server reports it."""
-
-
-@dataclass(frozen=True)
-class ProbeResult:
-    """The difference between the server's logits and expected ones, on a fixed input."""
-
-    absdiff: float
-    """The largest absolute difference, nats, or a bound on it; inf if there is no bound."""
-    relative: float
-    """The root mean square of the difference, or a bound on it, divided by that of the expected logits."""
-
-
-class TokenServer(ABC):
-    """A server that samples tokens: a process that this one starts, or one that runs at an address."""
+class Server(ABC):
+    """A server that samples: a process that this one starts, or one that runs at an address."""
 
     name: ClassVar[str]
     """Its name in error messages."""
@@ -88,15 +55,6 @@ class TokenServer(ABC):
         """
 
     @abstractmethod
-    def complete(self, request: TokenRequest, params: ARSamplingParams) -> TokenAnswer:
-        """Sample one response, in one attempt.
-
-        Raises:
-            RequestFailed, ServerBusy: another attempt may succeed.
-            EngineError: the server refuses the request, or its answer cannot be read.
-        """
-
-    @abstractmethod
     def begin_weights(self, name: str) -> None:
         """Begin a transfer of weights, which the server will have under this name."""
 
@@ -115,10 +73,6 @@ class TokenServer(ABC):
         Raises:
             SyncError: the server reports that it has other weights.
         """
-
-    @abstractmethod
-    def probe(self, prompts: Sequence[Sequence[int]], logits: Tensor) -> ProbeResult:
-        """Compare the server's logits after each prompt with `logits` [B, V]."""
 
     @abstractmethod
     def sleep(self) -> None:

@@ -5,15 +5,13 @@ sglang itself is not imported: its packages belong to the environment of the ser
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import pickle
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
-import torch
 from torch import Tensor
 
+from unirl.rollout.engine.serving.payloads import bytes_of, copied, pickled
 from unirl.types.facts import LoraSpec
 from unirl.types.sampling import ARSamplingParams
 
@@ -187,18 +185,3 @@ def adapter_from_tensors(tensors: Mapping[str, Tensor], name: str, spec: LoraSpe
 def module_names(targets: Iterable[str]) -> list[str]:
     """The last parts of the names of adapted layers, such as q_proj of self_attn.q_proj."""
     return sorted({target.rpartition(".")[2] for target in targets})
-
-
-def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies in main memory. A view would be pickled with all of the memory that it looks into."""
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-
-
-def pickled(tensors: object) -> str:
-    """Tensors by value, in the form in which the server reads them: base64 of a pickle."""
-    return base64.b64encode(pickle.dumps(tensors)).decode("ascii")
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor, in main memory."""
-    return tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data

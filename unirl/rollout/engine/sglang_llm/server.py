@@ -10,19 +10,19 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
-import msgspec
 import torch
 from torch import Tensor
 
-from unirl.config.errors import EngineError, IncompatibleError, InvalidValueError, SyncError
-from unirl.config.http import PROBE_TIMEOUT_S, Reply, RequestFailed, ServerBusy
+from unirl.config.errors import EngineError, IncompatibleError, SyncError
+from unirl.config.http import PROBE_TIMEOUT_S, RequestFailed, ServerBusy
 from unirl.distributed.weight_sync.base import WeightLayout
 from unirl.models.language.pipeline import TextPipeline
-from unirl.rollout.engine.serving.http_server import HttpTokenServer, ServerAccess, shown
+from unirl.rollout.engine.serving.http_server import HttpServer, ServerAccess, option_words
+from unirl.rollout.engine.serving.payloads import copied
 from unirl.rollout.engine.serving.process import LOOPBACK
-from unirl.rollout.engine.serving.server import ProbeResult, TokenAnswer, TokenRequest
+from unirl.rollout.engine.serving.tokens import ProbeResult, TokenAnswer, TokenRequest, TokenServer
 from unirl.rollout.engine.sglang_llm import messages
 from unirl.rollout.engine.sglang_llm.checksums import ChecksumProof, SentTensors
 from unirl.rollout.engine.sglang_llm.names import checkpoint_names, wire_names
@@ -43,7 +43,6 @@ OWN_ARGUMENTS = (
 )
 """Arguments of the server that this file sets."""
 Program = Literal["sglang", "fake"]
-AnswerT = TypeVar("AnswerT")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,24 +59,8 @@ class SGLangSettings:
     env: Mapping[str, str]
     concurrency: int
 
-    def words(self) -> list[str]:
-        """The arguments of `engine_args`. True is a flag, a list has several values; null and false are left out."""
-        words: list[str] = []
-        for name, value in self.engine_args.items():
-            option = name.replace("_", "-").removeprefix("--")
-            if option in OWN_ARGUMENTS:
-                raise InvalidValueError(
-                    f"rollout.engine_args sets {name}, which the engine sets itself: leave it out, and use the "
-                    "settings of rollout, bundle and backend.lora_cfg"
-                )
-            if value is None or value is False:
-                continue
-            words.append(f"--{option}")
-            words += [] if value is True else [str(each) for each in (value if isinstance(value, list) else [value])]
-        return words
 
-
-class SGLangServer(HttpTokenServer):
+class SGLangServer(HttpServer, TokenServer):
     """A process of `sglang.launch_server`, or a server that runs at `rollout.url`."""
 
     name: ClassVar[str] = "SGLang"
@@ -96,7 +79,7 @@ class SGLangServer(HttpTokenServer):
         self.folder = folder
         self.settings = settings
         self.concurrency = settings.concurrency
-        self.extra_words = settings.words()
+        self.extra_words = option_words(settings.engine_args, OWN_ARGUMENTS)
         self.layout: WeightLayout | None = None
         self.root = folder
         self.wire: Mapping[str, str] = {}
@@ -168,8 +151,8 @@ class SGLangServer(HttpTokenServer):
         return {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads()), **self.settings.env}
 
     def check_ready(self) -> None:
-        info = self.info = self._get("/server_info", messages.ServerInfo)
-        model, family = self._get("/model_info", messages.ModelInfo), self.pipeline.bundle.family.name
+        info = self.info = self.get("/server_info", messages.ServerInfo)
+        model, family = self.get("/model_info", messages.ModelInfo), self.pipeline.bundle.family.name
         has_lora = self.layout is not None and self.layout.adapter is not None
         if model.model_type not in (None, family):
             self._mismatch(
@@ -225,7 +208,7 @@ class SGLangServer(HttpTokenServer):
         except RequestFailed:
             self._abort(rid)
             raise
-        row = self._read(reply, messages.Generated)
+        row = self.read(reply, messages.Generated)
         meta = row.meta_info
         if meta.finish_reason.type == "abort":
             raise RequestFailed(f"the server aborted {id}: {meta.finish_reason.message}")
@@ -273,7 +256,7 @@ class SGLangServer(HttpTokenServer):
     def send_weights(self, tensors: Mapping[str, Tensor]) -> None:
         named = {self.wire[name]: tensor for name, tensor in tensors.items()}
         if self._sends_adapter:
-            self.adapter_tensors |= messages.copied(named)
+            self.adapter_tensors |= copied(named)
             return
         for name, tensor in named.items():
             self.sent.add(name, tensor)
@@ -287,7 +270,7 @@ class SGLangServer(HttpTokenServer):
             self._change("/end_weight_update", {})
             self.is_updating = False
             self.proof.check(self.sent, self._checksums())
-        version = self._get("/model_info", messages.ModelInfo).weight_version
+        version = self.get("/model_info", messages.ModelInfo).weight_version
         if version != self.weights_name:
             raise SyncError(
                 f"the weights {self.weights_name!r} were sent, and {self.name} says that it has {version!r}: another "
@@ -320,11 +303,11 @@ class SGLangServer(HttpTokenServer):
     def _checksums(self) -> list[Mapping[str, str]]:
         """The checksums of the server's weights, for each tensor-parallel rank."""
         reply = self.insist_on("/weights_checker", {"action": "checksum"})
-        return [rank.checksums for rank in self._read(reply, messages.Checksums).ranks]
+        return [rank.checksums for rank in self.read(reply, messages.Checksums).ranks]
 
     def _change(self, path: str, body: messages.Body) -> None:
         """A request that changes the server. Raises SyncError if it reports that it failed."""
-        outcome = self._read(self.insist_on(path, body), messages.Outcome)
+        outcome = self.read(self.insist_on(path, body), messages.Outcome)
         if not outcome.success:
             raise SyncError(f"{self.name}: {path} failed: {outcome.message or outcome.error_message}")
 
@@ -393,16 +376,3 @@ class SGLangServer(HttpTokenServer):
     def stop(self) -> None:
         super().stop()
         self._remove()
-
-    # Reading
-
-    def _get(self, path: str, kind: type[AnswerT]) -> AnswerT:
-        reply = self.insist(f"to {path}", lambda: self.http.request("GET", path))
-        return self._read(reply, kind)
-
-    def _read(self, reply: Reply, kind: type[AnswerT]) -> AnswerT:
-        """The body of a reply. Raises EngineError if it is no `kind`."""
-        try:
-            return msgspec.json.decode(reply.body, type=kind)
-        except msgspec.DecodeError as error:
-            raise EngineError(f"{self.name}: an answer cannot be read: {error}: {shown(reply)}") from error

@@ -19,7 +19,7 @@ from unirl.types.rollout_resp import RolloutResp
 class TrainsideRolloutEngine(RolloutEngine):
     """Samples with the trained pipeline, `forward_batch_size` rows per forward."""
 
-    capabilities: ClassVar[Capabilities] = Capabilities(behaviour_logp=True, snapshots=True, tools=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(old_logp="native", snapshots=True, tools=True)
     toy: ClassVar[Mapping[str, object]] = {"forward_batch_size": 8}
 
     def __init__(

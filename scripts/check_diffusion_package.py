@@ -1,0 +1,286 @@
+"""The part of check_engine_package.py about SGLang's diffusion server: its requests, and a real server of tiny models.
+
+python scripts/check_engine_package.py --engine sglang --python sglang-env/bin/python [--serve settings.yaml]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts.check_engine_package import PAYLOAD, Client, Exchange, Json, described
+
+CLASSES = {
+    "/rollout/generate": "RolloutRequest",
+    "/update_weights_from_tensor": "UpdateWeightFromTensorReqInput",
+    "/update_weights_from_tensor_checker": "UpdateWeightFromTensorCheckerReqInput",
+    "/get_weights_checksum": "GetWeightsChecksumReqInput",
+    "/release_memory_occupation": "ReleaseMemoryOccupationReqInput",
+    "/resume_memory_occupation": "ResumeMemoryOccupationReqInput",
+}
+"""Path to the class of the package that has the fields of the body."""
+PACKAGES = ("sglang", "torch", "transformers", "diffusers")
+SIDE = 64
+"""Pixels of the samples of a real server."""
+CASES = (
+    ("sd3", "full", "fp32"),
+    ("sd3", "adapters", "fp32"),
+    ("flux2_klein", "merged", "fp32"),
+    ("sd3", "full", "bf16"),
+)
+"""Families, kinds of weights and dtypes for which the real server is started."""
+KLEIN_TEXT_LAYERS = 36
+"""SGLang joins the hidden states of layers 9, 18 and 27 of Klein's text encoder, so the tiny one needs as many."""
+
+
+@dataclass
+class DiffusionClient(Client):
+    """A trainer of a tiny diffusion model and its engine, whose requests are recorded."""
+
+    side: int = 32
+    length: int = 16
+
+    def request(self, weights: str = "live", **params: Any) -> Any:
+        """A request for three prompts with two samples each, of four steps with noise in the first two."""
+        from unirl.sde.kernels import FlowSDEStrategy
+        from unirl.testing.bundle import request_of
+        from unirl.types.sampling import DiffusionSamplingParams
+
+        values: Json = {"kernel": FlowSDEStrategy(), "num_inference_steps": 4, "height": self.side, "width": self.side}
+        values |= {"samples_per_prompt": 2, "sde_indices": (0, 1), "max_sequence_length": self.length, **params}
+        settings = DiffusionSamplingParams(**values)
+        facts = self.engine.facts()
+        pinned = settings.pinned(0, facts.schedule.sigmas(4, facts.image_seq_len(settings)).tolist())
+        req = request_of(("a red circle", "two cats", "a house in the fog"), "image", pinned)
+        return req.expand(2).from_weights(weights, self.backend.updates)
+
+    def gap(self, **params: object) -> float:
+        """The largest difference between the server's log-probs and the trainer's replay of its latents."""
+        import torch
+
+        track = self.engine.generate(self.request(**params)).tracks["image"]
+        with torch.no_grad():
+            replay = self.trained.stage.replay(track.conditions, track.segment, track.segment.sde_indices)
+        return float((track.segment.logp - replay.logp).abs().max())
+
+    def path_gap(self) -> Json:
+        """The largest difference of the last latents of a path of Euler steps, and its size."""
+        import torch
+
+        from unirl.rollout.engine.serving.engine import seeds_of
+        from unirl.sde.noise import NoiseSource
+        from unirl.types.sampling import DiffusionSamplingParams
+
+        req = self.request(sde_indices=())
+        _, params = req.only_track(DiffusionSamplingParams)
+        ours = self.engine.generate(req).tracks["image"].segment.final
+        shape = self.trained.facts.latent_shape(params)
+        x_T = torch.cat([self.engine.server.draws(seed, shape, 1) for seed in seeds_of(req, params, "x")])  # noqa: N806
+        with torch.no_grad():
+            conditions = self.trained.conditions_of(req, params)
+            theirs = self.trained.stage.sample(conditions, x_T, params, NoiseSource(0, "r", 0), req.sample_ids).final
+        return {"difference": float((ours - theirs).abs().max()), "largest_latent": float(theirs.abs().max())}
+
+
+@contextmanager
+def diffusion_client(
+    family: str, kind: str, folder: Path, dtype: str = "fp32", path: str = "toy", length: int = 16, **settings: Any
+) -> Iterator[DiffusionClient]:
+    """A trainer of a tiny model of `family` and its engine. The server of the engine ends with the block."""
+    from unirl.config.device_sets import DeviceSet
+    from unirl.distributed.group.handle import Remote
+    from unirl.distributed.group.pool import open_pool
+    from unirl.distributed.weight_sync.endpoints import WeightSender
+    from unirl.distributed.weight_sync.sync import EngineSync
+    from unirl.models.flux2_klein.family import Flux2KleinBundle, Flux2KleinPipeline
+    from unirl.models.sd3.family import SD3Bundle, SD3Pipeline
+    from unirl.rollout.engine.sglang.engine import SGLangRolloutEngine
+    from unirl.rollout.engine.sglang.families import FAMILIES
+    from unirl.train.backend.base import OptimizerConfig
+    from unirl.train.backend.fsdp import FSDPBackend
+    from unirl.train.configs import LoraConfig
+
+    kinds: Any = {"sd3": (SD3Bundle, SD3Pipeline), "flux2_klein": (Flux2KleinBundle, Flux2KleinPipeline)}
+    bundle, pipeline = kinds[family]
+    trained = pipeline(bundle(path=path, dtype=dtype))
+    lora = None if kind == "full" else LoraConfig(rank=4, alpha=8.0)
+    backend = FSDPBackend(trained.bundle, 3, optimizer_cfg=OptimizerConfig(learning_rate=1e-2), lora_cfg=lora)
+    served = pipeline(bundle(path=path, dtype=dtype, meta_init=True))
+    engine = SGLangRolloutEngine(served, folder, model_id=FAMILIES[family].model_id, **settings)
+    pool = open_pool("local", 2, deadline_s=3600.0)
+    roles = {"sender": WeightSender(backend, trained.stage, engine), "rollout": engine}
+    sender, rollout = (
+        pool.group(DeviceSet("device", (device,))).place(Remote(name, lambda siblings, role=role: role))
+        for device, (name, role) in enumerate(roles.items())
+    )
+    sync = EngineSync(sender, rollout, merge_adapters=kind == "merged")
+    try:
+        yield DiffusionClient(trained, backend, engine, sync, side=32 if path == "toy" else SIDE, length=length)
+    finally:
+        engine.server.stop()
+
+
+def requests_of_the_engine() -> list[Exchange]:
+    """All kinds of requests that the engine sends, recorded against a fake server."""
+    from unirl.testing.conformance.sglang import fake_sglang_diffusion
+
+    exchanges: list[Exchange] = []
+    for kind in ("full", "adapters"):
+        fake = fake_sglang_diffusion("toy", 0, "fp32", (), None)
+        thread = threading.Thread(target=fake.serve_forever)
+        thread.start()
+        try:
+            with (
+                tempfile.TemporaryDirectory() as folder,
+                diffusion_client("sd3", kind, Path(folder), program="fake", url=fake.url) as each,
+            ):
+                each.push()
+                each.train(0)
+                each.push()
+                each.gap()
+                each.engine.generate(each.request(sde_indices=()))
+                each.gap(guidance_scale=4.0, negative_prompt="blurred")
+                each.engine.sleep()
+                each.engine.wake_up()
+                exchanges += each.exchanges
+        finally:
+            fake.shutdown()
+            fake.server_close()
+            thread.join()
+    return exchanges
+
+
+def arguments() -> list[str]:
+    """The arguments of a server that the engine would start, without the command."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        diffusion_client("sd3", "adapters", Path(folder), python_executable="python") as each,
+    ):
+        each.engine.server.prepare(each.sync.train.prepare(False))
+        words: list[str] = each.engine.server.words("python", 30000)[3:]
+    # Ports that are free now, and a folder that is gone.
+    return ["30001" if word.isdigit() and int(word) > 1 else word for word in words]
+
+
+# In the environment of the server, without unirl
+
+
+def inside(file: Path) -> Json:
+    """Read the requests of `file` with the classes of the package. Raises an exception for one that they refuse."""
+    import argparse
+    import dataclasses
+    from importlib.metadata import version
+
+    from sglang.multimodal_gen.configs.sample.stablediffusion3 import StableDiffusion3SamplingParams
+    from sglang.multimodal_gen.runtime.entrypoints.post_training import io_struct
+    from sglang.multimodal_gen.runtime.entrypoints.post_training.rollout_api import _build_sampling_kwargs
+    from sglang.multimodal_gen.runtime.server_args import ServerArgs
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    given = json.loads(file.read_text())
+    known_sampling = {each.name for each in dataclasses.fields(StableDiffusion3SamplingParams)}
+    counts: dict[str, int] = {}
+    for request in given["requests"]:
+        path, body = request["path"], request["body"]
+        kind = getattr(io_struct, CLASSES[path])
+        fields = kind.model_fields if path == "/rollout/generate" else [each.name for each in dataclasses.fields(kind)]
+        unknown = set(body) - set(fields)
+        assert not unknown, f"{path}: sglang would ignore {sorted(unknown)}"
+        parsed = kind(**body)
+        if path == "/rollout/generate":
+            keys = _build_sampling_kwargs(parsed)
+            assert set(keys) <= known_sampling | {"max_sequence_length"}, set(keys) - known_sampling
+            StableDiffusion3SamplingParams(**keys)
+        if PAYLOAD in body:
+            tensors = dict(MultiprocessingSerializer.deserialize(body[PAYLOAD][0]))
+            assert all(hasattr(each, "dtype") for each in tensors.values()), f"{path}: a payload without tensors"
+        counts[path] = counts.get(path, 0) + 1
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    parser.parse_args(given["arguments"])
+    packages = {name: version(name) for name in PACKAGES} | {"python": sys.version.split()[0]}
+    return {"packages": packages, "requests_read": counts}
+
+
+# A real server
+
+
+def live(python: str, settings: Mapping[str, Any]) -> Json:
+    """Start the real server with tiny models, and compare it with the trainer."""
+    results: Json = {}
+    answers: Json = {}
+    for family, kind, dtype in CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            path, length = Path(folder) / "model", {"sd3": 256, "flux2_klein": 512}[family]
+            write_model(family, path)
+            own = {"python_executable": python, "concurrency": 2, **settings}
+            run = diffusion_client(family, kind, Path(folder), dtype, str(path), length, **own)
+            with run as each:
+                name = f"{family}, {kind}, {dtype}"
+                results[name] = checked(each, with_kill=not results)
+                print(name, json.dumps(results[name]), flush=True)
+                for exchange in each.exchanges:
+                    answers.setdefault(exchange.name, {"status": exchange.status, "body": described(exchange.answer)})
+    answers["GET /model_info"]["body"]["model_path"] = "model"
+    return {"settings": {"engine_args": settings.get("engine_args", {})}, "results": results, "answers": answers}
+
+
+def write_model(family: str, folder: Path) -> None:
+    """The tiny model of a family as a folder."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from unirl.models.flux2_klein.family import Flux2KleinBundle, Flux2KleinPipeline
+    from unirl.models.sd3.family import SD3Bundle, SD3Pipeline
+
+    if family == "sd3":
+        SD3Pipeline(SD3Bundle(path="toy", dtype="fp32")).write_model({}, folder)
+        return
+    Flux2KleinPipeline(Flux2KleinBundle(path="toy", dtype="fp32")).write_model({}, folder)
+    config = AutoConfig.from_pretrained(folder / "text_encoder")
+    config.num_hidden_layers = KLEIN_TEXT_LAYERS
+    config.layer_types = ["full_attention"] * KLEIN_TEXT_LAYERS
+    shutil.rmtree(folder / "text_encoder")
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "text_encoder")
+
+
+def checked(each: DiffusionClient, with_kill: bool) -> Json:
+    """Push, sample and compare, before and after updates, asleep and awake, and after a kill."""
+    from unirl.config.errors import WeightsLostError
+
+    result: Json = {"start_and_first_push_s": round(each.push(), 1), "largest_logp_differences": {}}
+    each.engine.server.check_ready()  # once more, now that answers are recorded
+    gaps = result["largest_logp_differences"]
+    gaps["initial weights"] = each.gap()
+    gaps["guidance 4"] = each.gap(guidance_scale=4.0, negative_prompt="blurred")
+    for seed in range(2):
+        each.train(seed)
+        result["push_s"] = round(each.push(), 3)
+        gaps[f"update {seed + 1}"] = each.gap()
+    result["canary_absdiff"] = each.sync.last.canary_absdiff
+    result["euler_path"] = each.path_gap()
+    each.engine.sleep()
+    each.engine.wake_up()
+    gaps["after sleep"] = each.gap()
+    if not with_kill:
+        return result
+    process = each.engine.server.process
+    os.killpg(process._process.pid, signal.SIGKILL)
+    try:
+        each.gap()
+    except WeightsLostError as error:
+        result["after kill -9"] = str(error).partition(":")[0]
+    each.push()
+    gaps["after kill -9 and another push"] = each.gap()
+    return result

@@ -1,0 +1,369 @@
+"""The engine for SGLang's diffusion server over HTTP, with a fake server that can be told to make mistakes."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.fake_servers import sglang_diffusion as fake
+from tests.sync_ends import placed
+from unirl.config.errors import (
+    DependencyError,
+    EngineError,
+    IncompatibleError,
+    InvalidValueError,
+    SamplingMismatchError,
+    SyncError,
+    WeightsLostError,
+)
+from unirl.distributed.group.pool import open_pool
+from unirl.distributed.weight_sync.endpoints import WeightSender
+from unirl.distributed.weight_sync.sync import EngineSync
+from unirl.models.flux2_klein.family import Flux2KleinBundle, Flux2KleinPipeline
+from unirl.models.sd3.family import SD3Bundle, SD3Pipeline
+from unirl.rollout.engine.sglang.engine import SGLangRolloutEngine
+from unirl.rollout.engine.sglang.families import FAMILIES
+from unirl.sde.kernels import CPSSDEStrategy, DanceSDEStrategy, DPMSolver2M, FlowSDEStrategy
+from unirl.testing.bundle import request_of
+from unirl.testing.engine import check_engine
+from unirl.train.backend.base import OptimizerConfig
+from unirl.train.backend.fsdp import FSDPBackend
+from unirl.train.configs import LoraConfig
+from unirl.types.rollout_req import RolloutReq
+from unirl.types.sampling import DiffusionSamplingParams
+from unirl.types.segments import LatentSegment
+
+TOY = {"path": "toy", "dtype": "fp32"}
+LORA = LoraConfig(rank=4, alpha=8.0)
+ATOL = 1e-4
+"""Largest difference of log-probs: the replay computes the noise of fp32 latents, the server has it."""
+PROMPTS = ("a red circle", "two cats", "a house in the fog")
+SD3 = (SD3Bundle, SD3Pipeline)
+KLEIN = (Flux2KleinBundle, Flux2KleinPipeline)
+
+
+@dataclass
+class Served:
+    """A trainer and an engine whose weights live in a server."""
+
+    trained: Any
+    backend: FSDPBackend
+    engine: SGLangRolloutEngine
+    sync: EngineSync
+
+    @staticmethod
+    def at(
+        folder: Path, lora: LoraConfig | None = None, program: str = "fake", family: Any = SD3, **keys: Any
+    ) -> Served:
+        bundle, pipeline = family
+        merge = keys.pop("merge_adapters", False)
+        trained = pipeline(bundle(**TOY))
+        backend = FSDPBackend(trained.bundle, 3, optimizer_cfg=OptimizerConfig(learning_rate=1e-2), lora_cfg=lora)
+        engine = SGLangRolloutEngine(pipeline(bundle(**TOY, meta_init=True)), folder, program=program, **keys)
+        sender = WeightSender(backend, trained.stage, engine)
+        pool = open_pool("local", 2, deadline_s=600.0)
+        ends = placed(pool, 0, "sender", sender), placed(pool, 1, "rollout", engine)
+        return Served(trained, backend, engine, EngineSync(*ends, merge_adapters=merge))
+
+    def train(self, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.backend.trainable.values():
+                parameter.add_(torch.empty(parameter.shape).normal_(std=0.05, generator=generator))
+        self.backend.updates += 1
+
+    def push(self) -> None:
+        self.sync.push(self.backend.updates)
+
+    def asking(self, **changes: object) -> RolloutReq:
+        return asking(self.engine, **changes).from_weights("live", self.backend.updates)
+
+    def sampled(self, req: RolloutReq) -> LatentSegment:
+        segment = self.engine.generate(req).tracks["image"].segment
+        assert isinstance(segment, LatentSegment)
+        return segment
+
+    def log_prob_gap(self, req: RolloutReq) -> float:
+        """The largest difference between the engine's log-probs and the trainer's replay."""
+        track = self.engine.generate(req).tracks["image"].sampled_as(LatentSegment)
+        with torch.no_grad():
+            replay = self.trained.stage.replay(track.conditions, track.segment, track.segment.sde_indices)
+        return float((track.segment.logp - replay.logp).abs().max())
+
+
+def asking(engine: SGLangRolloutEngine, **changes: object) -> RolloutReq:
+    """A training request for three prompts with two samples each, of four steps with noise in the first two."""
+    values: dict[str, Any] = {"kernel": FlowSDEStrategy(), "num_inference_steps": 4, "height": 32, "width": 32}
+    values |= {"samples_per_prompt": 2, "sde_indices": (0, 1), "max_sequence_length": 16, **changes}
+    params = DiffusionSamplingParams(**values)
+    facts = engine.facts()
+    levels = facts.schedule.sigmas(params.num_inference_steps, facts.image_seq_len(params))
+    pinned = params.pinned(0, levels.tolist())
+    return request_of(PROMPTS, "image", pinned).expand(params.samples_per_prompt)
+
+
+@contextmanager
+def serving(folder: Path, **keys: object) -> Iterator[Served]:
+    """A trainer and an engine whose server ends with the block."""
+    served = Served.at(folder, **keys)
+    try:
+        yield served
+    finally:
+        served.engine.server.stop()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One server for the tests that leave it running."""
+    with fake() as url, serving(tmp_path_factory.mktemp("run"), url=url) as each:
+        yield each
+
+
+def test_it_keeps_the_contract_of_an_engine(served) -> None:
+    """Refusal before a push, log-probs equal to the replay's before and after an update, row bits, sleep, snapshots."""
+    check_engine(served.engine, served.trained, served.backend, asking(served.engine), atol=ATOL)
+
+
+@pytest.mark.parametrize("merge", [False, True], ids=["adapters", "merged"])
+def test_adapters_keep_the_contract_too(tmp_path, merge) -> None:
+    with fake() as url, serving(tmp_path, url=url, lora=LORA) as served:
+        req = asking(served.engine)
+        check_engine(served.engine, served.trained, served.backend, req, atol=ATOL, merge_adapters=merge)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kernel": CPSSDEStrategy(eta=0.5)},
+        {"guidance_scale": 4.0, "negative_prompt": "blurred"},
+        {"sde_indices": (1,), "height": 64},
+        {"num_inference_steps": 6, "sde_indices": (0, 2, 4)},
+    ],
+    ids=["cps", "guidance", "one step", "six steps"],
+)
+def test_sampling_settings_reach_the_server(served, changes) -> None:
+    """The replay uses the settings of the request, so that equal log-probs say that the server used them."""
+    served.push()
+    assert served.log_prob_gap(served.asking(**changes)) < ATOL
+
+
+def test_an_evaluation_is_the_trainers_own_euler_path_from_the_noise_of_the_seed(served) -> None:
+    """Without stochastic steps the whole path follows from x_T, which the seed gives."""
+    served.push()
+    req = served.asking(sde_indices=())
+    ours = served.engine.generate(req).tracks["image"]
+    _, params = req.only_track(DiffusionSamplingParams)
+    from unirl.rollout.engine.serving.engine import seeds_of
+    from unirl.sde.noise import NoiseSource
+
+    shape = served.trained.facts.latent_shape(params)
+    draws = [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds_of(req, params, "x")]
+    conditions = served.trained.conditions_of(req, params)
+    with torch.no_grad():
+        theirs = served.trained.stage.sample(
+            conditions, torch.stack(draws), params, NoiseSource(params.seed, "r", 0), req.sample_ids
+        )
+    assert torch.allclose(ours.segment.final, theirs.final, atol=1e-5)
+    assert torch.equal(ours.decoded.pixels, served.trained.decode(ours.segment.final).pixels)
+
+
+def test_klein_sends_its_latents_as_tokens(tmp_path) -> None:
+    """The fake draws the noise of steps in the packed form, and packs trajectories."""
+    trained = Flux2KleinPipeline(Flux2KleinBundle(**TOY))
+    trained.write_model({}, tmp_path / "model")
+    with fake(path=str(tmp_path / "model")) as url, serving(tmp_path, url=url, family=KLEIN) as served:
+        served.train()
+        served.push()
+        assert served.log_prob_gap(served.asking()) < ATOL
+
+
+def test_the_noise_levels_of_sd3_are_those_that_the_real_server_reported(served) -> None:
+    """Recorded from sglang 0.5.23 with four steps and shift 3: the last training level is shifted twice."""
+    levels = asking(served.engine).only_track(DiffusionSamplingParams)[1].sigmas
+    assert levels == pytest.approx([1.0, 0.857692301273346, 0.602150559425354, 0.008928571827709675, 0.0], abs=1e-6)
+
+
+def test_packing_is_undone() -> None:
+    latents = torch.arange(24.0).reshape(4, 2, 3)
+    packed = FAMILIES["flux2_klein"].packed(latents)
+    assert packed.shape == (6, 4) and torch.equal(packed[4], latents[:, 1, 1])  # token 4 is row 1, column 1
+    assert torch.equal(FAMILIES["flux2_klein"].unpacked(packed, (4, 2, 3)), latents)
+
+
+# Mistakes of a server
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "says"),
+    [
+        ("other-model", SyncError, "the server took every tensor, but the forward of engine rank 0 differs"),
+        ("wrong-dtype", SyncError, r"update weight check failed: checksum mismatch for \d+ tensor"),
+        ("ignore-seeds", EngineError, "does not start from the noise of its seed"),
+        ("nan", EngineError, "the latents have values that are not finite"),
+        ("fewer-rows", EngineError, "with 0 samples, and one was asked for"),
+        ("slow", EngineError, r"gave no answer for canary:\d in 5 attempts"),
+    ],
+)
+def test_a_lie_is_caught_when_weights_are_sent(tmp_path, fault, error, says) -> None:
+    timeout = {"timeout_s": 0.5} if fault == "slow" else {}
+    with fake(fault) as url, serving(tmp_path, url=url, **timeout) as served:
+        with pytest.raises(error, match=says):
+            served.push()
+        with pytest.raises(SyncError, match="no verified weights"):
+            served.sampled(served.asking())
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "says"),
+    [
+        (
+            "other-sigmas",
+            SamplingMismatchError,
+            r"noise levels \(sigmas\) used are \[1, 0\.87096, .*\], and the request has \[1, 0\.857692, .*, 0\]",
+        ),
+        ("other-steps", SamplingMismatchError, r"stochastic steps used are \[1\], and the request has \[0, 1\]"),
+        ("other-noise-scale", SamplingMismatchError, r"samples with another noise scale \(sampling\.kernel\.eta\)"),
+        ("swap-rows", EngineError, "does not start from the noise of its seed"),
+        ("version-skew", SyncError, "from the weights 'those with the checksum"),
+    ],
+)
+def test_a_lie_is_caught_in_the_first_samples(tmp_path, fault, error, says) -> None:
+    with fake(fault) as url, serving(tmp_path, url=url) as served:
+        served.push()
+        with pytest.raises(error, match=says):
+            served.sampled(served.asking())
+
+
+def test_a_server_that_ignores_guidance_is_caught(tmp_path) -> None:
+    with fake("other-guidance") as url, serving(tmp_path, url=url) as served:
+        served.push()
+        with pytest.raises(SamplingMismatchError, match=r"does not use sampling\.guidance_scale=4 as the trainer"):
+            served.sampled(served.asking(guidance_scale=4.0))
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "adapters"])
+def test_stale_weights_are_caught(tmp_path, lora) -> None:
+    with fake("stale-weights") as url, serving(tmp_path, url=url, lora=lora) as served:
+        served.push()
+        served.train()
+        with pytest.raises(SyncError, match="new weights were sent, and SGLang reports the checksum of the old ones"):
+            served.push()
+
+
+@pytest.mark.parametrize("fault", ["half-answer", "close"])
+def test_samples_that_are_broken_off_are_asked_for_again(tmp_path, fault) -> None:
+    """With the same seeds, so that the answers are those of a server without faults."""
+    latents = []
+    for kind in (fault, None):
+        with fake(kind) as url, serving(tmp_path, url=url) as served:
+            served.push()
+            latents.append(served.sampled(served.asking()).latents)
+    assert torch.equal(*latents)
+
+
+def test_a_server_that_is_gone_is_named(tmp_path) -> None:
+    """The command starts a server in a process of its own, which kills itself while it samples."""
+    words = [sys.executable, "-m", "unirl.cli", "engines", "fake", "--engine", "sglang", "--fault", "die"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        with serving(tmp_path, url=url) as served:
+            served.push()
+            with pytest.raises(EngineError, match=f"no SGLang answers at rollout.url={url}"):
+                served.sampled(served.asking())
+        assert process.wait(60) == -signal.SIGKILL
+
+
+def test_a_killed_server_gets_its_weights_again_and_gives_the_same_samples(tmp_path) -> None:
+    """kill -9 within a rollout: the engine asks for the weights, and the rollout is repeated with the same seeds."""
+    with serving(tmp_path, max_restarts=1) as served:
+        served.train()
+        served.push()
+        expected, process = served.sampled(served.asking()).latents, served.engine.server.process
+        assert process is not None
+        sample, asked = served.engine.server.sample, []
+
+        def killing(*args):
+            asked.append(args)
+            if len(asked) == 3:
+                os.killpg(process._process.pid, signal.SIGKILL)
+            return sample(*args)
+
+        served.engine.server.sample = killing
+        with pytest.raises(WeightsLostError, match="those of the last transfer must be sent again"):
+            served.sampled(served.asking())
+        with pytest.raises(SyncError, match="no verified weights"):
+            served.sampled(served.asking())
+        served.push()
+        assert torch.equal(served.sampled(served.asking()).latents, expected) and process.num_starts == 2
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"init_same_noise": True}, r"Set sampling\.init_same_noise=false"),
+        ({"solver": DPMSolver2M()}, r"sampling\.solver: SGLang takes Euler steps"),
+        ({"cache_threshold": 0.1}, r"sampling\.cache_threshold"),
+        ({"kernel": DanceSDEStrategy()}, "SGLang has no DanceSDEStrategy. Use FlowSDEStrategy or CPSSDEStrategy"),
+        ({"kernel": CPSSDEStrategy(log_prob_form="unnormalised")}, "Set log_prob_form=gaussian"),
+    ],
+)
+def test_settings_that_the_server_does_not_have_are_refused(served, changes, says) -> None:
+    served.push()
+    with pytest.raises(IncompatibleError, match=says):
+        served.sampled(served.asking(**changes))
+
+
+def test_a_length_of_text_that_the_real_server_does_not_take_is_refused(tmp_path) -> None:
+    """SD3 always gets 256 tokens of T5 there; a fake server takes any length."""
+    engine = Served.at(tmp_path, program="sglang", url="http://127.0.0.1:9").engine
+    req = asking(engine)
+    with pytest.raises(IncompatibleError, match=r"Set sampling\.max_sequence_length=256"):
+        engine.respond(req)
+
+
+def test_the_real_program_needs_its_package_and_a_name_of_the_model(tmp_path) -> None:
+    with pytest.raises(DependencyError, match=r"unirl engines install sglang\."):
+        Served.at(tmp_path, program="sglang")
+    served = Served.at(tmp_path, program="sglang", python_executable="python", tp_size=2)
+    words = served.engine.server.words("python", 30000)
+    assert words[:3] == ["python", "-m", "sglang.multimodal_gen.runtime.launch_server"]
+    for option in ("--model-id stable-diffusion-3.5-medium", "--dit-precision fp32", "--tp-size 2"):
+        assert option in " ".join(words)
+    with pytest.raises(InvalidValueError, match=r"sets tp_size, which the engine sets itself"):
+        Served.at(tmp_path, engine_args={"tp_size": 2})
+
+
+def test_a_server_of_another_model_is_refused(tmp_path) -> None:
+    refusal = pytest.raises(IncompatibleError, match=r"serves StableDiffusion3Pipeline .* trains Flux2KleinPipeline")
+    with fake() as url, serving(tmp_path, url=url, family=KLEIN) as served, refusal:
+        served.push()
+
+
+def test_an_adapter_with_a_fractional_alpha_is_refused(tmp_path) -> None:
+    lora, refusal = LoraConfig(rank=4, alpha=2.5), pytest.raises(SyncError, match=r"backend\.lora_cfg\.alpha=2\.5")
+    with fake() as url, serving(tmp_path, url=url, lora=lora) as served, refusal:
+        served.push()
+
+
+def test_the_log_prob_of_noise_is_that_of_a_standard_normal_over_the_standard_deviation() -> None:
+    """-z^2 / 2 - log(std) - log(2 pi) / 2, by hand: eta = 0.7 in the step from 0.5 to 0.4, std = 0.7 sqrt(0.1)."""
+    from unirl.rollout.engine.serving.latents import log_prob_of
+
+    params = DiffusionSamplingParams(kernel=FlowSDEStrategy(eta=0.7), num_inference_steps=2, sigmas=(0.5, 0.4, 0.0))
+    wanted = -0.5 * 4.0 - math.log(0.7 * math.sqrt(0.1)) - 0.5 * math.log(2 * math.pi)
+    assert log_prob_of(params, 0, torch.full((2, 3, 3), 2.0)) == pytest.approx(wanted, abs=1e-6)

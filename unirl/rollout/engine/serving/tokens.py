@@ -1,0 +1,153 @@
+"""Samples tokens with a server: encodes prompts, sends requests, and checks every answer.
+
+prompts --encode--> token ids --TokenServer.complete--> token ids --checks--> segment
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from unirl.config.errors import EngineError, IncompatibleError
+from unirl.distributed.weight_sync.base import CanaryResult
+from unirl.models.base import CanaryOutput, response_of
+from unirl.models.language.decoding import Response, ResponseBuilder
+from unirl.models.language.packing import prompts_of
+from unirl.models.language.pipeline import TextPipeline
+from unirl.models.language.stage import text_segment
+from unirl.rollout.engine.serving.engine import ServingEngine, seeds_of
+from unirl.rollout.engine.serving.server import Server
+from unirl.types.batch import Batch
+from unirl.types.conditions import PromptTokens
+from unirl.types.rollout_req import RolloutReq
+from unirl.types.rollout_resp import RolloutResp
+from unirl.types.sampling import ARSamplingParams
+
+
+@dataclass(frozen=True)
+class TokenRequest:
+    """One response to be sampled."""
+
+    id: str
+    prompt: Sequence[int]
+    """The tokens of the prompt."""
+    seed: int
+    """The seed of its random numbers, in [0, 2^31)."""
+
+
+@dataclass(frozen=True)
+class TokenAnswer:
+    """One sampled response, as the server reports it."""
+
+    tokens: Sequence[int]
+    logps: Sequence[float] | None
+    """Log-prob of each token, nats: log_softmax(logits / temperature) before top_k and top_p. None: not reported."""
+    weights: str
+    """The name of the weights that it was sampled from, as the server reports it."""
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """The difference between the server's logits and expected ones, on a fixed input."""
+
+    absdiff: float
+    """The largest absolute difference, nats, or a bound on it; inf if there is no bound."""
+    relative: float
+    """The root mean square of the difference, or a bound on it, divided by that of the expected logits."""
+
+
+class TokenServer(Server):
+    """A server that samples tokens."""
+
+    @abstractmethod
+    def complete(self, request: TokenRequest, params: ARSamplingParams) -> TokenAnswer:
+        """Sample one response, in one attempt.
+
+        Raises:
+            RequestFailed, ServerBusy: another attempt may succeed.
+            EngineError: the server refuses the request, or its answer cannot be read.
+        """
+
+    @abstractmethod
+    def probe(self, prompts: Sequence[Sequence[int]], logits: Tensor) -> ProbeResult:
+        """Compare the server's logits after each prompt with `logits` [B, V]."""
+
+
+class TokenServingEngine(ServingEngine):
+    """Samples with a server of tokens. The pipeline encodes and decodes; its network has no storage.
+
+    Responses depend on their own seeds, not on other rows. They are not those of the trainside engine, whose random
+    numbers a server does not use: the distribution is the same.
+    """
+
+    pipeline: TextPipeline[Any]
+    server: TokenServer
+
+    def __init__(self, pipeline: TextPipeline[Any], server: TokenServer) -> None:
+        if pipeline.facts.condition_images != (0, 0):
+            raise IncompatibleError(
+                f"{type(self).__name__} sends texts alone, and {type(pipeline).__name__} is for a model that reads "
+                "images. Use another engine, such as rollout=replica"
+            )
+        super().__init__(pipeline, server)
+
+    def canary_inputs(self) -> PromptTokens:
+        return self.pipeline.canary_inputs()
+
+    def canary(self, inputs: Batch, answer: CanaryOutput) -> CanaryResult:
+        prompts = prompts_of({"prompt": inputs})
+        rows = [row.tolist() for row in prompts.tokens.split(prompts.lengths.tolist())]
+        result = self.server.probe(rows, answer.values.float().cpu())
+        return CanaryResult(False, result.absdiff, result.relative)
+
+    def respond(self, req: RolloutReq) -> RolloutResp:
+        _, params = req.only_track(ARSamplingParams)
+        conditions = self.pipeline.encode(req, params)
+        prompts = prompts_of(conditions)
+        tokens = [row.tolist() for row in prompts.tokens.cpu().split(prompts.lengths.tolist())]
+        rows = zip(req.sample_ids, tokens, seeds_of(req, params, "tok"), strict=True)
+        answers = self.answers([TokenRequest(*row) for row in rows], partial(self._answer, params))
+        builder = ResponseBuilder(self.pipeline.bundle.codec, params, None)
+        responses = [response_from(row, id, answers[row], builder) for row, id in enumerate(req.sample_ids)]
+        segment = text_segment(responses, params)
+        return response_of(req, conditions, segment, self.pipeline.decoded(segment, req.sample_ids))
+
+    def _answer(self, params: ARSamplingParams, request: TokenRequest) -> TokenAnswer:
+        """The checked answer to one request, after retries. A retried request has the same seed."""
+        answer = self.server.insist(f"for {request.id}", lambda: self.server.complete(request, params))
+        self.check_weights(request.id, answer.weights)
+        self._check(request, answer, params)
+        return answer
+
+    def _check(self, request: TokenRequest, answer: TokenAnswer, params: ARSamplingParams) -> None:
+        """Raises EngineError for an answer that the server may not give."""
+        name, count = f"{self.server.name}: its answer to {request.id}", len(answer.tokens)
+        if not 1 <= count <= params.max_new_tokens:
+            raise EngineError(f"{name} has {count} tokens, and sampling.max_new_tokens is {params.max_new_tokens}")
+        wrong = [token for token in answer.tokens if not 0 <= token < self.pipeline.facts.vocab_size]
+        if wrong:
+            raise EngineError(f"{name} has the token {wrong[0]}; the model has {self.pipeline.facts.vocab_size} tokens")
+        if self.capabilities.old_logp == "native":
+            logps = [] if answer.logps is None else answer.logps
+            if len(logps) != count or not all(math.isfinite(logp) and logp <= 0 for logp in logps):
+                raise EngineError(f"{name} has {count} tokens, and needs as many log-probs <= 0: {list(logps)[:8]}")
+
+
+def response_from(row: int, id: str, answer: TokenAnswer, builder: ResponseBuilder) -> Response:
+    """The response of a row, ended as the sampling settings say. Log-probs that the server does not report are NaN."""
+    response = Response(row, id)
+    logps = answer.logps if answer.logps is not None else [math.nan] * len(answer.tokens)
+    for token, logp in zip(answer.tokens, logps, strict=True):
+        builder.append(response, int(token), float(logp))
+        if response.is_done:  # a stop string: the server does not know it
+            return response
+    raise EngineError(
+        f"the server's answer to {id} ends after {len(answer.tokens)} of {builder.params.max_new_tokens} tokens, and "
+        f"the last one, {answer.tokens[-1]}, is no end token of the model {list(builder.codec.ends)}: it was cut off"
+    )

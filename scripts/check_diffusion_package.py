@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -43,6 +43,9 @@ CASES = (
 """Families, kinds of weights and dtypes for which the real server is started."""
 KLEIN_TEXT_LAYERS = 36
 """SGLang joins the hidden states of layers 9, 18 and 27 of Klein's text encoder, so the tiny one needs as many."""
+
+
+ClientT = TypeVar("ClientT", bound=Client)
 
 
 @dataclass
@@ -98,27 +101,51 @@ class DiffusionClient(Client):
 def diffusion_client(
     family: str, kind: str, folder: Path, dtype: str = "fp32", path: str = "toy", length: int = 16, **settings: Any
 ) -> Iterator[DiffusionClient]:
-    """A trainer of a tiny model of `family` and its engine. The server of the engine ends with the block."""
+    """A trainer of a tiny model of `family` and SGLang's engine. The server of the engine ends with the block."""
+    from unirl.rollout.engine.sglang.engine import SGLangRolloutEngine
+    from unirl.rollout.engine.sglang.families import FAMILIES
+
+    settings["model_id"] = FAMILIES[family].model_id
+    with client_of(SGLangRolloutEngine, DiffusionClient, family, kind, folder, dtype, path, **settings) as each:
+        each.side, each.length = 32 if path == "toy" else SIDE, length
+        yield each
+
+
+@contextmanager
+def client_of(
+    engine_class: Any,
+    client_class: type[ClientT],
+    family: str,
+    kind: str,
+    folder: Path,
+    dtype: str,
+    path: str,
+    **settings: Any,
+) -> Iterator[ClientT]:
+    """A trainer of a tiny model of `family` and an engine. The server of the engine ends with the block."""
     from unirl.config.device_sets import DeviceSet
     from unirl.distributed.group.handle import Remote
     from unirl.distributed.group.pool import open_pool
     from unirl.distributed.weight_sync.endpoints import WeightSender
     from unirl.distributed.weight_sync.sync import EngineSync
     from unirl.models.flux2_klein.family import Flux2KleinBundle, Flux2KleinPipeline
+    from unirl.models.hunyuan_video15.family import HunyuanVideo15Bundle, HunyuanVideo15Pipeline
     from unirl.models.sd3.family import SD3Bundle, SD3Pipeline
-    from unirl.rollout.engine.sglang.engine import SGLangRolloutEngine
-    from unirl.rollout.engine.sglang.families import FAMILIES
     from unirl.train.backend.base import OptimizerConfig
     from unirl.train.backend.fsdp import FSDPBackend
     from unirl.train.configs import LoraConfig
 
-    kinds: Any = {"sd3": (SD3Bundle, SD3Pipeline), "flux2_klein": (Flux2KleinBundle, Flux2KleinPipeline)}
+    kinds: Any = {
+        "sd3": (SD3Bundle, SD3Pipeline),
+        "flux2_klein": (Flux2KleinBundle, Flux2KleinPipeline),
+        "hunyuan_video15": (HunyuanVideo15Bundle, HunyuanVideo15Pipeline),
+    }
     bundle, pipeline = kinds[family]
     trained = pipeline(bundle(path=path, dtype=dtype))
     lora = None if kind == "full" else LoraConfig(rank=4, alpha=8.0)
     backend = FSDPBackend(trained.bundle, 3, optimizer_cfg=OptimizerConfig(learning_rate=1e-2), lora_cfg=lora)
     served = pipeline(bundle(path=path, dtype=dtype, meta_init=True))
-    engine = SGLangRolloutEngine(served, folder, model_id=FAMILIES[family].model_id, **settings)
+    engine = engine_class(served, folder, **settings)
     pool = open_pool("local", 2, deadline_s=3600.0)
     roles = {"sender": WeightSender(backend, trained.stage, engine), "rollout": engine}
     sender, rollout = (
@@ -127,7 +154,7 @@ def diffusion_client(
     )
     sync = EngineSync(sender, rollout, merge_adapters=kind == "merged")
     try:
-        yield DiffusionClient(trained, backend, engine, sync, side=32 if path == "toy" else SIDE, length=length)
+        yield client_class(trained, backend, engine, sync)
     finally:
         engine.server.stop()
 

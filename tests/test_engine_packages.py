@@ -7,13 +7,14 @@ import json
 import msgspec
 import pytest
 
-from scripts import check_diffusion_package
+from scripts import check_diffusion_package, check_omni_package
 from scripts.check_engine_package import CLASSES, RECORD, Exchange, described, distinct, requests_of_the_engine
 from tests import fake_servers
 from unirl.config.http import HttpClient
 from unirl.models.qwen3.family import Qwen3Bundle
 from unirl.rollout.engine.sglang_llm import messages
 from unirl.rollout.engine.sglang_llm.checksums import SentTensors
+from unirl.rollout.engine.vllm_omni.server import VERSION
 
 SGLANG = json.loads(RECORD.read_text())["sglang_llm"]
 ANSWERS = SGLANG["live"]["answers"]
@@ -136,3 +137,24 @@ def test_the_real_diffusion_server_was_as_exact_as_two_forwards_in_fp32_are() ->
             continue
         assert max(result["largest_logp_differences"].values()) < 1e-6
         assert result["euler_path"]["difference"] < 1e-6 * (1 + result["euler_path"]["largest_latent"])
+
+
+# vLLM-Omni
+
+OMNI = json.loads(RECORD.read_text())["vllm_omni"]
+
+
+def test_the_package_has_read_the_requests_of_the_engine_for_vllm_omni() -> None:
+    exchanges = check_omni_package.requests_of_the_engine()
+    assert OMNI["requests"] == json.loads(json.dumps(distinct(exchanges)))
+    assert set(OMNI["requests_read"]) == set(OMNI["requests"])
+    assert OMNI["packages"]["vllm-omni"] == VERSION
+
+
+def test_the_real_vllm_omni_was_as_exact_as_two_forwards_in_fp32_are() -> None:
+    results = OMNI["live"]["results"]
+    assert set(results) == {", ".join(case) for case in check_omni_package.CASES}
+    for name, result in results.items():
+        assert result["tensors_with_equal_fingerprints"] > 0
+        if name.endswith("fp32"):
+            assert max(result["largest_logp_differences"].values()) < 1e-6

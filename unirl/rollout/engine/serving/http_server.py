@@ -128,8 +128,11 @@ class HttpServer(Server):
 
     def post(self, path: str, body: Mapping[str, object], timeout_s: float | None = None) -> Reply:
         """One attempt. Raises RequestFailed or ServerBusy if another one may succeed, else EngineError."""
-        headers = {"Content-Type": "application/json"}
-        content = msgspec.json.encode(body)
+        return self.post_bytes(path, msgspec.json.encode(body), "application/json", timeout_s)
+
+    def post_bytes(self, path: str, content: bytes, content_type: str, timeout_s: float | None = None) -> Reply:
+        """As `post`, for a body of any type."""
+        headers = {"Content-Type": content_type}
         reply = self.http.request("POST", path, content=content, headers=headers, timeout_s=timeout_s)
         if reply.status != 200:
             reply.raise_if_retryable(f"{reply.status} {shown(reply)}", pause_s=1.0)

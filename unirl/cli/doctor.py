@@ -259,6 +259,7 @@ def _room(sizes: RecipeSizes, policy: str = "") -> str:
 
 def _download(config: RecipeConfig) -> str:
     """The files of the model that are not on this machine yet."""
+    from unirl.config.recipe import keys_of_policy
     from unirl.models.loading import hub
 
     path = config.model_path
@@ -269,7 +270,7 @@ def _download(config: RecipeConfig) -> str:
     try:
         sizes = hub.files_to_fetch(path, config.model_revision)
     except NotFoundError as error:
-        return f"{UNKNOWN}: {error}"
+        return f"{UNKNOWN}: {keys_of_policy(str(error), config)}"
     cached = {
         name for name in sizes if isinstance(try_to_load_from_cache(path, name, revision=config.model_revision), str)
     }

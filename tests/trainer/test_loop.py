@@ -267,7 +267,7 @@ def test_a_block_that_came_or_went_is_named_by_its_keys():
         "sync.wait: absent -> true",
     ]
     assert changed_keys({"sync": {"wait": True}}, {"sync": None}) == ["sync.wait: true -> absent"]
-    assert changed_keys({"weights": {}}, {}) == ["weights: an empty block -> absent"]
+    assert changed_keys({"weights": {}, "a": 1}, {"a": 1}) == ["weights: an empty block -> absent"]
 
 
 def test_a_reward_that_is_not_finite_stops_the_run_and_loses_nothing(tmp_path, monkeypatch) -> None:

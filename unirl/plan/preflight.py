@@ -139,6 +139,7 @@ def preflight(recipe: Recipe) -> Preflight:
     check_data(config)
     texts += credit_notices(recipe)
     texts += environment_notices(recipe)
+    texts += data_notices(recipe)
     texts = list(dict.fromkeys(texts))  # one about a shared setting comes from every policy
     return Preflight(geometry_of(config, plan_of(config), needs_of(config)), plan_of(config), tuple(texts))
 
@@ -500,6 +501,22 @@ def environment_notices(recipe: Recipe) -> Iterator[str]:
     for layer in recipe.composed.layers:
         if layer.source == "environment":
             yield from (f"{path} is set by the environment variable {name}" for path, name in layer.places.items())
+
+
+def data_notices(recipe: Recipe) -> Iterator[str]:
+    """Prompts of evaluations that come from the recipe, while those of training were replaced."""
+    evaluation, composed = recipe.config.evaluation, recipe.composed
+    keys = ("data_source.data_path", "evaluation.data_path")
+    trained, held_out = (next((origin for origin in composed.why(key) if origin.place), None) for key in keys)
+    if not evaluation.enabled or evaluation.data_path is None or trained is None or held_out is None:
+        return
+    is_own = trained.source != "recipe" or not recipe.file.is_listed
+    if is_own and held_out.source == "recipe" and trained.file != held_out.file:
+        yield (
+            f"evaluations still score the prompts of {held_out.value} ({held_out.place}), and training those of "
+            f"{trained.value}: set evaluation.data_path to held-out prompts of yours, or evaluation.data_path=null to "
+            "score the prompts of training"
+        )
 
 
 def policy_notices(config: RecipeConfig, plan: PlacementPlan, geometry: Geometry, needs: Needs) -> Iterator[str]:

@@ -11,6 +11,7 @@ from unirl.cli import doctor
 from unirl.cli.main import main
 from unirl.config.errors import NotFoundError
 from unirl.models.loading import hub
+from unirl.plan import threads
 from unirl.testing.second_device import second_devices
 from unirl.types import device
 
@@ -131,3 +132,13 @@ def test_what_cannot_be_told_is_not_called_ok(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "_download", lambda config: f"{doctor.UNKNOWN}: the hub cannot be reached")
     assert main(["doctor", "diffusion/quickstart"]) == 0
     assert "NOTE  download: not known: the hub" in capsys.readouterr().out
+
+
+def test_a_machine_with_fewer_cores_than_processes_is_told_by_check_plan_and_doctor(capsys, monkeypatch):
+    monkeypatch.setattr(threads.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(doctor, "memory_gib", lambda: 4096.0)
+    words = [RECIPE, "scale=toy", "num_devices=64", "batch_size=64"]
+    assert main(["check", *words]) == main(["plan", *words]) == 0
+    assert capsys.readouterr().err.count("a run here would start 64 processes for 2 CPU cores") == 2
+    assert main(["doctor", *words]) == 0
+    assert "NOTE  room: slow: a run here would start 64 processes for 2 CPU cores" in capsys.readouterr().out

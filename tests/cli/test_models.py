@@ -114,7 +114,19 @@ def test_check_names_many_tensors_up_to_a_limit(folder: Path, capsys: pytest.Cap
 
 
 def test_check_refuses_a_folder_that_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    refused(tmp_path, capsys, "has neither model_index.json nor config.json")
+    refused(tmp_path, capsys, "has neither model_index.json nor config.json", f"RECIPE bundle.path={tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ({"model_type": "hunyuan_image_3_moe"}, "its config.json names no class, so transformers does"),
+        ({"architectures": ["Own"], "auto_map": {"AutoModel": "own.Own"}}, "names Own, a class of the model's own"),
+    ],
+)
+def test_check_of_a_model_with_a_layout_of_its_own_names_the_command_for_it(tmp_path, capsys, config, found) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    refused(tmp_path, capsys, found, f"unirl check RECIPE bundle.path={tmp_path}, with a recipe of the family")
 
 
 @pytest.mark.usefixtures("hub_answers")

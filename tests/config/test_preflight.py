@@ -15,7 +15,7 @@ from unirl.config.recipe import RecipeConfig
 from unirl.config.recipe_files import find_recipe
 from unirl.config.targets import find_target
 from unirl.plan.compatibility import OTHER_MODALITY
-from unirl.plan.preflight import check_disk, preflight
+from unirl.plan.preflight import check_disk, data_notices, preflight
 from unirl.rollout.engine.sglang.engine import SGLangRolloutEngine
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
 
@@ -348,3 +348,38 @@ def test_the_origin_of_old_log_probs_is_checked_against_the_loss(monkeypatch, ol
     loaded = load("diffusion/sd3_sglang_replay_colocate", words)
     with nullcontext() if says is None else pytest.raises(IncompatibleError, match=says):
         preflight(loaded)
+
+
+@pytest.mark.parametrize(
+    ("words", "is_said"),
+    [
+        (["data_source.data_path=mine.txt"], True),
+        (["data_source.data_path=mine.txt", "evaluation.data_path=held.txt"], False),
+        (["data_source.data_path=mine.txt", "evaluation.data_path=null"], False),
+        (["data_source.data_path=mine.txt", "evaluation.eval_steps=0"], False),
+        (["evaluation.data_path=held.txt"], False),
+        ([], False),
+    ],
+)
+def test_prompts_of_evaluations_that_stay_those_of_the_recipe_are_said(tmp_path, monkeypatch, words, is_said):
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine.txt", "held.txt"):
+        (tmp_path / name).write_text("a red circle\n")
+    said = list(data_notices(load("diffusion/quickstart", words)))
+    assert bool(said) == is_said
+    if said:
+        assert said[0].startswith(
+            "evaluations still score the prompts of datasets/shapes/eval.jsonl (quickstart.yaml:44), and training "
+            "those of mine.txt: set evaluation.data_path to held-out prompts of yours, or evaluation.data_path=null"
+        )
+
+
+def test_an_own_recipe_and_the_environment_are_told_of_the_same(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.txt").write_text("a red circle\n")
+    own = tmp_path / "mine.yaml"
+    own.write_text("defaults: [diffusion/quickstart, _self_]\ndata_source: {data_path: mine.txt}\n")
+    assert len(list(data_notices(load(str(own))))) == 1
+    assert not list(data_notices(load("diffusion/quickstart_dpo_offline"))), "a recipe that ships means what it says"
+    monkeypatch.setenv("DATA_PATH", "mine.txt")
+    assert len(list(data_notices(load("diffusion/quickstart")))) == 1

@@ -13,8 +13,9 @@ from unirl.config.errors import NotFoundError
 from unirl.config.failures import Session
 from unirl.config.load import load
 from unirl.models.loading import hub
+from unirl.plan.sizes import sizes_of_policies
 from unirl.reward.local.shared import pretrained
-from unirl.trainer.assemble import build_trainer, models_named_by
+from unirl.trainer.assemble import build_trainer, look_up_models, models_named_by
 
 SD3 = "diffusion/sd3_trainside"
 MODELS = (
@@ -90,11 +91,30 @@ def test_the_model_and_those_of_rewards_are_refused_together_before_a_run_has_a_
         raise AssertionError("the run began")
     message = str(refused.value)
     assert message.startswith(
-        "PRETRAINED_MODEL (bundle.path)='someone/model', reward.backend.config.path='someone/scorer', "
+        "bundle.path='someone/model', reward.backend.config.path='someone/scorer', "
         "reward.backend.config.processor='someone/reader': not in the local cache, and the hub cannot be reached"
     )
     assert "\n" not in message
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("stand_in", [None], indirect=True)
+def test_the_models_of_a_recipe_of_two_are_refused_by_their_keys_and_variables(stand_in, tmp_path, monkeypatch):
+    for name in ("PE_MODEL", "PRETRAINED_MODEL"):
+        monkeypatch.delenv(name, raising=False)
+    recipe = load("pe/pe_trainside_pickscore", [f"run.dir={tmp_path / 'run'}"])
+    with pytest.raises(NotFoundError, match=r"Connect, or set ar\.bundle\.path or PE_MODEL to a local directory"):
+        sizes_of_policies(recipe)["ar"].run  # noqa: B018
+    with pytest.raises(NotFoundError, match=r"^ar.bundle.path \(PE_MODEL\)='Qwen/\S+', diffusion.bundle.path \(PRETR"):
+        look_up_models(recipe)
+
+
+def test_the_variable_of_a_model_is_that_of_its_recipe_unless_the_command_line_sets_it(monkeypatch):
+    monkeypatch.delenv("PRETRAINED_MODEL", raising=False)
+    assert load(SD3).model_variable("") == "PRETRAINED_MODEL"
+    assert load(SD3, ["bundle.path=someone/model"]).model_variable("") is None
+    assert load("unified_model/bagel_trainside_lora").model_variable("") == "BAGEL_PATH"
+    assert load("pe/quickstart").model_variable("ar") is None
 
 
 @pytest.mark.parametrize("stand_in", [404], indirect=True)

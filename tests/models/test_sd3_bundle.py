@@ -133,7 +133,7 @@ def test_errors_of_the_hub_are_reported_with_a_remedy(kind: str, monkeypatch: py
         "revision": (errors.RevisionNotFoundError("x", response=response), "has no revision 'v9'"),
         "offline": (
             errors.LocalEntryNotFoundError("x"),
-            "is not in the local cache and the hub cannot be reached .*PRETRAINED_MODEL",
+            "is not in the local cache and the hub cannot be reached .*set bundle.path to a local directory",
         ),
     }[kind]
 

@@ -108,3 +108,20 @@ def test_a_container_that_may_use_half_a_core_has_one(tmp_path, monkeypatch):
     assert seen == [32, 1, 4]
     monkeypatch.setattr(os, "getloadavg", lambda: (3.6, 0.0, 0.0))
     assert CpuState(threads.cpu_state().cores, 3.6).free == 1
+
+
+@pytest.mark.parametrize(("cores", "words", "is_crowded"), [
+    (2, ["num_devices=64"], True), (64, ["num_devices=64"], False), (2, ["num_devices=2"], False), (1, [], False),
+    (2, ["num_devices=8", "devices_per_node=2"], False), (2, ["num_devices=64", "runtime=local"], False),
+])  # fmt: skip
+def test_more_processes_than_cores_are_said_on_a_machine_without_a_gpu(monkeypatch, cores, words, is_crowded):
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(threads, "at_most_quota", lambda count: count)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config = load("diffusion/sd3_trainside", ["batch_size=64", *words]).config
+    why = threads.crowded(config)
+    assert (why is not None) == is_crowded
+    if why is not None:
+        assert why.startswith("a run here would start 64 processes for 2 CPU cores") and "num_devices=2 or less" in why
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert threads.crowded(config) is None or config.runtime_in_use == "local"

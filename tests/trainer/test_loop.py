@@ -261,6 +261,15 @@ def test_only_keys_that_change_results_count_as_changed() -> None:
     assert changed_keys(before, after) == ["batch_size: 4 -> 8"]
 
 
+def test_a_block_that_came_or_went_is_named_by_its_keys():
+    assert changed_keys({"sync": {}, "a": 1}, {"sync": {"wait": True}, "a": None}) == [
+        "a: 1 -> null",
+        "sync.wait: absent -> true",
+    ]
+    assert changed_keys({"sync": {"wait": True}}, {"sync": None}) == ["sync.wait: true -> absent"]
+    assert changed_keys({"weights": {}, "a": 1}, {"a": 1}) == ["weights: an empty block -> absent"]
+
+
 def test_a_reward_that_is_not_finite_stops_the_run_and_loses_nothing(tmp_path, monkeypatch) -> None:
     run(tmp_path, "num_rollouts=1")
     from unirl.reward.local.pickscore import PickScoreRewardScorer

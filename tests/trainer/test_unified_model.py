@@ -203,8 +203,8 @@ def test_the_keys_of_a_track_are_those_of_the_recipe() -> None:
     [
         (["~algorithm.think"], "algorithm has the tracks image, and sampling has think, image"),
         (["~sampling.think", "~algorithm.think"], "sampling has 1 tracks"),
-        (["trained=[imag]"], r"trained=\['imag'\] must name at least one of the tracks think, image"),
-        (["trained=[]"], "must name at least one of the tracks"),
+        (["trained=[images]"], r"no track 'images'\. Did you mean 'image'\? Its tracks are think, image"),
+        (["trained=[]"], "trained is empty, .* Name one or more of think, image"),
         (["sampling.height=64"], "this recipe has several tracks. Write sampling.image.height"),
         (["algorithm.think.clip_rang=1"], "unknown key 'algorithm.think.clip_rang'"),
         (["sampling.think.temperature=-1"], "sampling.think.temperature must be >= 0"),

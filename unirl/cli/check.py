@@ -31,6 +31,7 @@ def run(argv: list[str], session: Session) -> int:
         from unirl.plan.prompts import load_data
 
         load_data(recipe)
+    say_crowded(recipe)
     if arguments.options.json:
         print(json.dumps(recipe.resolved(), indent=1))
     else:
@@ -44,6 +45,15 @@ def run(argv: list[str], session: Session) -> int:
         for name, reward in credit_of_tracks(recipe, trainer_class(recipe.config).track).items():
             print(f"reward of {name}: {reward}")
     return 0
+
+
+def say_crowded(recipe: Recipe) -> None:
+    """Says on stderr if a run would have more processes than this machine has cores, and no GPU."""
+    from unirl.plan.threads import crowded
+
+    why = crowded(recipe.config)
+    if why is not None:
+        print(f"unirl: {why}", file=sys.stderr)
 
 
 def checked(recipe: str, overrides: Sequence[str]) -> Recipe:

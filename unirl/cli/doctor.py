@@ -1,4 +1,4 @@
-"""`unirl doctor`: one line per requirement of a run: OK, FAIL, or NOTE if it cannot tell."""
+"""`unirl doctor`: one line per requirement of a run: OK, FAIL, or NOTE if it cannot tell, or if a run would be slow."""
 
 from __future__ import annotations
 
@@ -37,6 +37,8 @@ EXAMPLES = (
 OLDEST_RAY = (2, 54)
 UNKNOWN = "not known"
 """The first words of a detail, if the check could neither confirm nor refuse."""
+SLOW = "slow"
+"""The first word of a detail about a run that works and takes very long."""
 
 
 class Unfit(Exception):
@@ -60,7 +62,7 @@ def run(argv: list[str], session: Session) -> int:
     if arguments.options.json:
         print(json.dumps([{"check": name, "ok": ok, "detail": detail} for name, ok, detail in results], indent=1))
     for name, ok, detail in [] if arguments.options.json else results:
-        print(f"{'FAIL' if not ok else 'NOTE' if detail.startswith(UNKNOWN) else 'OK  '}  {name}: {detail}")
+        print(f"{'FAIL' if not ok else 'NOTE' if detail.startswith((UNKNOWN, SLOW)) else 'OK  '}  {name}: {detail}")
     return 0 if all(ok for _, ok, _ in results) else 3
 
 
@@ -265,6 +267,7 @@ def _room(sizes: RecipeSizes, policy: str = "") -> str:
     from unirl.config.recipe import keys_of_policy
     from unirl.plan.machine import check_machine, is_elsewhere, largest_device, peak_of
     from unirl.plan.preflight import of_policy
+    from unirl.plan.threads import crowded
     from unirl.types.device import num_accelerators
 
     warnings: list[str] = []
@@ -289,11 +292,13 @@ def _room(sizes: RecipeSizes, policy: str = "") -> str:
             f"{needs}, with micro-batches of the smallest size, and this machine has no GPU: {processes}. Use GPUs "
             "(`unirl fit` has the figures for each), or scale=toy"
         )
-    return f"{needs}, in {processes}"
+    why = crowded(config)
+    return f"{needs}, in {processes}" if why is None else f"{SLOW}: {why}; {needs}"
 
 
 def _download(config: RecipeConfig) -> str:
     """The files of the model that are not on this machine yet."""
+    from unirl.config.recipe import keys_of_policy
     from unirl.models.loading import hub
 
     path = config.model_path
@@ -304,7 +309,7 @@ def _download(config: RecipeConfig) -> str:
     try:
         sizes = hub.files_to_fetch(path, config.model_revision)
     except NotFoundError as error:
-        return f"{UNKNOWN}: {error}"
+        return f"{UNKNOWN}: {keys_of_policy(str(error), config)}"
     cached = {
         name for name in sizes if isinstance(try_to_load_from_cache(path, name, revision=config.model_revision), str)
     }

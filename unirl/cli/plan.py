@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from unirl.cli.arguments import parse_recipe, recipe_parser
-from unirl.cli.check import checked
+from unirl.cli.check import checked, say_crowded
 from unirl.config.errors import MemoryShortageError
 from unirl.config.failures import Session
 from unirl.config.load import Recipe
@@ -55,6 +55,8 @@ def show_plan(name: str, overrides: Sequence[str], as_json: bool = False, device
     """Prints the plan of a recipe. Returns the exit status."""
     chosen, is_assumed = device_named(device)
     recipe = checked(name, overrides)
+    if device is None:
+        say_crowded(recipe)
     sizes = sizes_of_policies(recipe)
     total = Total({policy: run_on(chosen, each) for policy, each in sizes.items()}, chosen)
     if as_json:

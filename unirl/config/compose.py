@@ -32,6 +32,8 @@ ENVIRONMENT: Mapping[str, str] = {
 }
 """Environment variables that set a key of any recipe: paths, and the identity of the run."""
 
+VARIABLE = re.compile(r"\$\{\s*oc\.env:\s*(\w+)")
+"""The environment variable that the text of a value reads."""
 _RESOLVER = re.compile(r"\$\{\s*([^}{$:\s]+)\s*:")
 _REFERENCE = re.compile(r"\$\{(?!\s*oc\.env\s*:)")
 _SAME = object()
@@ -52,6 +54,17 @@ class ComposedConfig:
     def resolved(self) -> Tree:
         """The merged layers, with `${...}` replaced."""
         return resolve(self.tree, self.where)
+
+    def variable_of(self, key: str) -> str | None:
+        """The environment variable that sets a key: the one that the recipe reads, or one of every recipe.
+
+        None if there is none, and if the command line sets the key, which counts more.
+        """
+        if key in self.layers[-1].places:
+            return None
+        own = VARIABLE.findall(str(get(self.tree, key)))
+        of_every_recipe = {path: name for name, path in ENVIRONMENT.items()}
+        return own[0] if own else of_every_recipe.get(key.removeprefix("diffusion."))
 
     @property
     def overrides(self) -> list[str]:

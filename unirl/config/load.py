@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from unirl.config.build import SPECIAL, build, check_node, schemas_of
-from unirl.config.compose import ComposedConfig, compose
+from unirl.config.compose import VARIABLE, ComposedConfig, compose
 from unirl.config.errors import ConfigError, InvalidValueError, UnknownKeyError, did_you_mean, likeness, nearest
 from unirl.config.foreign_keys import refuse_layout_keys
 from unirl.config.merge import ConfigLayer, Tree, get, join, leaves, put
@@ -35,7 +34,6 @@ from unirl.types.credit import CreditName
 
 ELSEWHERE = 0.8
 """Smallest similarity at which a key of another block is suggested for an unknown key."""
-VARIABLE = re.compile(r"\$\{\s*oc\.env:\s*(\w+)")
 
 
 @dataclass(frozen=True)
@@ -77,6 +75,10 @@ class Recipe:
     def file(self) -> RecipeFile:
         """Its name, path and card."""
         return self.composed.recipe
+
+    def model_variable(self, policy: str) -> str | None:
+        """The environment variable that sets the model of a policy. None if there is none."""
+        return self.composed.variable_of(f"{self.policies[policy].bundle.path}.path")
 
     def alone(self, policy: str) -> Recipe:
         """The recipe as if it had only this policy."""

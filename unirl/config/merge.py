@@ -56,6 +56,11 @@ class Origin:
     value: object
     wins: bool
 
+    @property
+    def file(self) -> str:
+        """The place without its line."""
+        return self.place.partition(":")[0]
+
 
 def fold(layers: Sequence[ConfigLayer]) -> Tree:
     """The layers merged into one tree, the last one on top."""

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 from msgspec import Meta
 
+from unirl.config.errors import did_you_mean
 from unirl.config.node import Node
 from unirl.types.credit import CreditName
 
@@ -432,10 +433,13 @@ class UnifiedConfig(RunSettings):
                 f"{', '.join(tracks)}. Write one loss for each track, or leave out tracks that are not sampled"
             )
         unknown = [track for track in self.trained or () if track not in tracks]
-        if unknown or self.trained == ():
+        if unknown:
             raise ValueError(
-                f"trained={list(self.trained or ())} must name at least one of the tracks {', '.join(tracks)}"
+                f"trained={list(self.trained or ())}: this recipe has no track '{unknown[0]}'."
+                f"{did_you_mean(unknown[0], tracks)} Its tracks are {', '.join(tracks)}"
             )
+        if self.trained == ():
+            raise ValueError(f"trained is empty, so nothing would be learned. Name one or more of {', '.join(tracks)}")
 
     @property
     def chain(self) -> list[str]:

@@ -33,7 +33,7 @@ from unirl.config.errors import (
 )
 from unirl.config.load import Recipe
 from unirl.config.node import Node
-from unirl.config.recipe import RecipeConfig, said_of_policy
+from unirl.config.recipe import RecipeConfig, keys_of_policy, said_of_policy
 from unirl.config.schema import dotted_name
 from unirl.models.base import Bundle
 from unirl.models.loading.estimate import ModelEstimate
@@ -138,7 +138,7 @@ def preflight(recipe: Recipe) -> Preflight:
             geometry = geometry_of(policy, plan, needs)
             check_geometry(geometry)
             check_compatibility(policy, needs, plan)
-            check_model(policy)
+            check_model(policy, recipe.model_variable(name))
             check_sampling(policy, needs)
             texts += [said_of_policy(text, name, policy) for text in policy_notices(policy, plan, geometry, needs)]
     check_tracks(recipe)
@@ -148,6 +148,7 @@ def preflight(recipe: Recipe) -> Preflight:
     check_data(config)
     texts += credit_notices(recipe)
     texts += environment_notices(recipe)
+    texts += data_notices(recipe)
     texts = list(dict.fromkeys(texts))  # one about a shared setting comes from every policy
     return Preflight(geometry_of(config, plan_of(config), needs_of(config)), plan_of(config), tuple(texts))
 
@@ -165,6 +166,17 @@ def of_policy(name: str, config: RecipeConfig) -> Iterator[None]:
         if not name:
             raise
         raise type(error)(said_of_policy(str(error), name, config)) from error
+
+
+@contextmanager
+def of_model(config: RecipeConfig, variable: str | None) -> Iterator[None]:
+    """Names the key of a policy's model, and the environment variable that sets it, if the model cannot be found."""
+    try:
+        yield
+    except NotFoundError as error:
+        key, text = f"{config.bundle.path}.path", keys_of_policy(str(error), config)
+        ways = key if variable is None else f"{key} or {variable}"
+        raise NotFoundError(text.replace(f"set {key}", f"set {ways}")) from error
 
 
 @runtime_checkable
@@ -362,20 +374,26 @@ def check_evaluation(recipe: Recipe) -> None:
             )
 
 
-def check_model(config: RecipeConfig) -> None:
-    """A local model directory must exist, and the model must be able to sample as the recipe says."""
+def check_model(config: RecipeConfig, variable: str | None) -> None:
+    """A local model directory must exist, and the model must be able to sample as the recipe says.
+
+    Args:
+        variable: the environment variable that sets the model.
+    """
     if config.model_path is not None:
-        check_model_path(config.model_path, config.bundle.path)
+        check_model_path(config.model_path, config.bundle.path, variable)
     for name, source in config.loaded_snapshots.items():
         check_model_path(source.require("path", str), f"backend.snapshots.{name}")
     sampling: Sampling = build(config.sampling)
     with refusing(IncompatibleError):
         sized = [(f"data_source.sizes={list(size)}: ", sampling.at_size(*size)) for size in sizes_of(config)]
-    facts = known_facts(config)
+    with of_model(config, variable):
+        facts = known_facts(config)
     if facts is not None:
         facts = facts.of(sampling)
         check_component(config.backend.get("trainable_attr", str), facts)
-        check_adapted(config)
+        with of_model(config, variable):
+            check_adapted(config)
         evaluation = sampling.for_evaluation(config.evaluation.settings(sampling.evaluation_keys))
         for where, settings in (("", sampling), ("in evaluations, ", evaluation), *sized):
             with refusing(InvalidValueError, where):
@@ -418,18 +436,21 @@ def sizes_of(config: RecipeConfig) -> Sequence[tuple[int, int]]:
     return sizes
 
 
-def check_model_path(path: str, key: str) -> None:
-    """Raises NotFoundError (4001) for text that is written like a directory and names none."""
-    # The variable sets the only model of a recipe, or the diffusion model beside a language model.
-    variable = "" if key.startswith("ar.") else " or PRETRAINED_MODEL"
+def check_model_path(path: str, key: str, variable: str | None = None) -> None:
+    """Raises NotFoundError (4001) for text that is written like a directory and names none.
+
+    Args:
+        key: the block with the path.
+        variable: the environment variable that sets the path.
+    """
     if not path:
-        or_variable = ", or the environment variable PRETRAINED_MODEL," if variable else ""
+        or_variable = f", or the environment variable {variable}," if variable else ""
         raise NotFoundError(f"{key}.path is empty. Set it{or_variable} to a directory or a hub id")
     spelled_as_path = path.startswith(("/", ".", "~")) or path.count("/") > 1
     if spelled_as_path and not Path(path).expanduser().is_dir():
         raise NotFoundError(
             f"{key}.path={path}: there is no such directory. Give a directory that diffusers or transformers saved, or "
-            f"a hub id, in {key}.path=...{variable}"
+            f"a hub id, in {key}.path=..." + (f" or {variable}" if variable else "")
         )
 
 
@@ -492,6 +513,22 @@ def environment_notices(recipe: Recipe) -> Iterator[str]:
     for layer in recipe.composed.layers:
         if layer.source == "environment":
             yield from (f"{path} is set by the environment variable {name}" for path, name in layer.places.items())
+
+
+def data_notices(recipe: Recipe) -> Iterator[str]:
+    """Prompts of evaluations that come from the recipe, while those of training were replaced."""
+    evaluation, composed = recipe.config.evaluation, recipe.composed
+    keys = ("data_source.data_path", "evaluation.data_path")
+    trained, held_out = (next((origin for origin in composed.why(key) if origin.place), None) for key in keys)
+    if not evaluation.enabled or evaluation.data_path is None or trained is None or held_out is None:
+        return
+    is_own = trained.source != "recipe" or not recipe.file.is_listed
+    if is_own and held_out.source == "recipe" and trained.file != held_out.file:
+        yield (
+            f"evaluations still score the prompts of {held_out.value} ({held_out.place}), and training those of "
+            f"{trained.value}: set evaluation.data_path to held-out prompts of yours, or evaluation.data_path=null to "
+            "score the prompts of training"
+        )
 
 
 def policy_notices(config: RecipeConfig, plan: PlacementPlan, geometry: Geometry, needs: Needs) -> Iterator[str]:

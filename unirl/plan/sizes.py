@@ -36,7 +36,7 @@ from unirl.plan.credit import scored_by
 from unirl.plan.geometry import Geometry, geometry_of
 from unirl.plan.layout import can_sample_sharded, num_shards, samples_sharded, transport_of
 from unirl.plan.placement import PlacementPlan, plan_of
-from unirl.plan.preflight import Estimated, needs_of, sizes_of, trainer_class
+from unirl.plan.preflight import Estimated, needs_of, of_model, sizes_of, trainer_class
 from unirl.plan.residency import IDLE, PHASES, MemoryPart, home_of, resident
 from unirl.reward.base import RewardScorer, ScorerCost
 from unirl.types.facts import LanguageFacts, LatentFacts
@@ -196,6 +196,8 @@ class RecipeSizes:
 
     config: RecipeConfig
     part: InRecipe = ALONE
+    variable: str | None = None
+    """The environment variable that sets the model."""
     others: Mapping[str, RecipeSizes] = field(default_factory=dict, repr=False)
     """The other policies of the recipe by name."""
 
@@ -213,7 +215,8 @@ class RecipeSizes:
         is_estimated = isinstance(self.config.bundle.schema.owner, Estimated) and self.config.model_path is not None
         if not is_estimated:
             return None
-        return RunSizes.of(self.config, self.part)
+        with of_model(self.config, self.variable):
+            return RunSizes.of(self.config, self.part)
 
 
 def sizes_of_policies(recipe: Recipe, configs: Mapping[str, RecipeConfig] | None = None) -> dict[str, RecipeSizes]:
@@ -236,7 +239,7 @@ def sizes_of_policies(recipe: Recipe, configs: Mapping[str, RecipeConfig] | None
             scorers=[blocks[name]] if name in blocks else [],
             counts_reward=len(policies) == 1 or name == scored,
         )
-        sizes[name] = RecipeSizes(config, part)
+        sizes[name] = RecipeSizes(config, part, recipe.model_variable(name))
     for name, each in sizes.items():
         each.others = {other: sizes[other] for other in sizes if other != name}
     return sizes

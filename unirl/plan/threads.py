@@ -171,11 +171,27 @@ def num_processes(config: RecipeConfig) -> int:
     return (config.devices_per_node or config.num_devices) + (len(reward) if reward.kind == "cpu" else 0)
 
 
+def crowded(config: RecipeConfig) -> str | None:
+    """Why the processes of a run on the CPU of this machine would wait for each other. None if each has a core."""
+    processes, cores = num_processes(config), at_most_quota(os.cpu_count() or 1)
+    if num_accelerators() or is_elsewhere(config) or processes <= cores:
+        return None
+    return (
+        f"a run here would start {processes} processes for {cores} CPU core{'s' * (cores > 1)}, since this machine has "
+        f"no GPU: they wait for each other, and each holds its libraries and weights. Set num_devices={cores} or less, "
+        "or run on GPUs or a cluster (RAY_ADDRESS)"
+    )
+
+
 def cpu_state() -> CpuState:
     """The cores that this process may use, and the load of the machine."""
+    return CpuState(at_most_quota(torch.get_num_threads()), os.getloadavg()[0])
+
+
+def at_most_quota(cores: int) -> int:
+    """The number of cores, or that of the container if it may use fewer."""
     try:
         quota, period = QUOTA.read_text().split()
-        allowed = torch.get_num_threads() if quota == "max" else max(1, int(quota) // int(period))
+        return cores if quota == "max" else min(cores, max(1, int(quota) // int(period)))
     except (OSError, ValueError):  # a system without this file
-        allowed = torch.get_num_threads()
-    return CpuState(min(torch.get_num_threads(), allowed), os.getloadavg()[0])
+        return cores

@@ -435,11 +435,16 @@ def look_up_models(recipe: Recipe) -> None:
     if is_elsewhere(config):
         return
     trained = {
-        f"PRETRAINED_MODEL ({policy.bundle.path}.path)" if not name else f"{policy.bundle.path}.path": policy.model_path
+        _with_variable(f"{policy.bundle.path}.path", recipe.model_variable(name)): policy.model_path
         for name, policy in recipe.policies.items()
         if policy.model_path is not None
     }
     look_up(trained | models_named_by(config.reward))
+
+
+def _with_variable(key: str, variable: str | None) -> str:
+    """The key of a model, with the environment variable that sets it: `bundle.path (PRETRAINED_MODEL)`."""
+    return key if variable is None else f"{key} ({variable})"
 
 
 def models_named_by(root: Node) -> dict[str, str]:

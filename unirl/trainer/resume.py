@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from unirl.config.errors import CheckpointError, InvalidValueError, ResumeError
 from unirl.config.load import Recipe
 from unirl.config.merge import Tree, get, leaves
 from unirl.config.recipe import RecipeConfig, policy_keys
+from unirl.config.values import show
 from unirl.train.backend.checkpoint import CheckpointStore, ResumePoint, open_checkpoint
 from unirl.train.backend.state import check_trained_weights, read_counters
 from unirl.train.configs import LoraConfig
@@ -52,6 +54,7 @@ RESULT_NEUTRAL = (
 )
 """Keys that may change between a checkpoint and its continuation without changing results but by rounding."""
 
+ABSENT = object()
 SHOWN_CHANGES = 4
 """Number of changed keys that a refusal lists, classes first."""
 
@@ -127,9 +130,21 @@ def continued(config: RecipeConfig) -> RecipeConfig:
 
 
 def changed_keys(saved: Tree, now: Tree) -> list[str]:
-    """`key: before -> after` of every difference that may change results, sorted by key."""
+    """`key: before -> after` of every difference that may change results, sorted by key.
+
+    A block that only one of the two has is named by its keys alone, unless it is empty.
+    """
     before, after = dict(leaves(saved)), dict(leaves(now))
-    absent = object()
-    keys = sorted(k for k in before.keys() | after.keys() if before.get(k, absent) != after.get(k, absent))
+    keys = sorted(k for k in before.keys() | after.keys() if before.get(k, ABSENT) != after.get(k, ABSENT))
     neutral = tuple(f"{path}." for key in RESULT_NEUTRAL for path in (key, *policy_keys(now, key)))
-    return [f"{k}: {before.get(k)} -> {after.get(k)}" for k in keys if not f"{k}.".startswith(neutral)]
+    return [
+        f"{k}: {_shown(before, k)} -> {_shown(after, k)}"
+        for k in keys
+        if not f"{k}.".startswith(neutral) and not any(other.startswith(f"{k}.") for other in keys)
+    ]
+
+
+def _shown(values: Mapping[str, object], key: str) -> str:
+    """The value of a key as a recipe writes it, or that it is absent."""
+    value = values.get(key, ABSENT)
+    return "absent" if value is ABSENT else "an empty block" if value == {} else show(value)

@@ -82,7 +82,7 @@ def files_to_fetch(repo: str, revision: str | None) -> dict[str, int]:
     from huggingface_hub import HfApi
     from huggingface_hub.utils import filter_repo_objects
 
-    _refuse_without_hub({"PRETRAINED_MODEL (bundle.path)": repo})
+    _refuse_without_hub({"bundle.path": repo})
     with _hub_errors(repo, revision):
         info = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=DEADLINE_S)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
@@ -230,7 +230,7 @@ def _refuse_without_hub(models: Mapping[str, str]) -> None:
 
 
 @contextmanager
-def _hub_errors(repo: str, revision: str | None, key: str = "PRETRAINED_MODEL (bundle.path)") -> Iterator[None]:
+def _hub_errors(repo: str, revision: str | None, key: str = "bundle.path") -> Iterator[None]:
     """In this context, errors of the hub become a NotFoundError that says what to do.
 
     Args:

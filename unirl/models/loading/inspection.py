@@ -28,6 +28,7 @@ from unirl.models.loading.hub import CONFIG, MODEL_INDEX, components, quiet_libr
 from unirl.models.loading.saved_weights import LANGUAGE_WEIGHTS, WEIGHTS
 
 TRANSFORMERS = "transformers"
+OWN_LAYOUT = "For BAGEL, HunyuanImage-3 and NextStep-1: unirl check RECIPE bundle.path={}, with a recipe of the family"
 WHOLE_MODEL = "model"
 """The name in reports of a model that is not part of a pipeline."""
 
@@ -63,12 +64,19 @@ def _networks(root: Path) -> Iterator[tuple[str, Path, Any]]:
     if (root / MODEL_INDEX).is_file():
         result = [(name, root / name, *place) for name, place in components(root).items()]
     elif (root / CONFIG).is_file():
-        names = read_json(root / CONFIG).get("architectures") or [""]
+        config = read_json(root / CONFIG)
+        names = config.get("architectures") or []
+        if not names or "auto_map" in config:  # the class of the latter is in a file of the model's own
+            found = f"names {names[0]}, a class of the model's own code" if names else "names no class"
+            raise NotFoundError(
+                f"{root}: its {CONFIG} {found}, so {TRANSFORMERS} does not know the layout, and this command cannot "
+                f"compare it. {OWN_LAYOUT.format(root)}"
+            )
         result = [(WHOLE_MODEL, root, TRANSFORMERS, str(names[0]))]
     else:
         raise NotFoundError(
-            f"{root} has neither {MODEL_INDEX} nor {CONFIG}: it is no model directory. Give the folder that "
-            "`save_pretrained` wrote"
+            f"{root} has neither {MODEL_INDEX} nor {CONFIG}: it is no model directory of diffusers or transformers. "
+            f"Give the folder that `save_pretrained` wrote. {OWN_LAYOUT.format(root)}"
         )
     for name, folder, library, class_name in result:
         kind = getattr(importlib.import_module(library), class_name, None)

@@ -309,6 +309,30 @@ def test_a_trainer_must_name_its_track(target):
 
 
 @pytest.mark.parametrize(
+    ("recipe", "words", "says"),
+    [
+        ("diffusion/sd3_sglang_replay_colocate", ["sampling.init_same_noise=true"], r"init_same_noise=false"),
+        ("diffusion/sd3_dancegrpo", ["rollout=sglang_diffusion"], "SGLang has no DanceSDEStrategy"),
+        (
+            "diffusion/sd3_mixgrpo_flash",
+            ["rollout=sglang_diffusion", "sampling.init_same_noise=false"],
+            r"sampling\.solver: SGLang takes Euler steps",
+        ),
+        (
+            "diffusion/sd3_trainside",
+            ["rollout=sglang_diffusion", "sampling.tail_fraction=0.5"],
+            "takes no noise levels",
+        ),
+        ("diffusion/wan21_t2v", ["rollout=sglang_diffusion"], "SGLangRolloutEngine is for image"),
+        ("diffusion/qwen_image_trainside", ["rollout=sglang_diffusion"], "has no family qwen_image"),
+    ],
+)
+def test_what_a_diffusion_server_cannot_sample_is_refused_before_it_starts(recipe, words, says):
+    with pytest.raises(IncompatibleError, match=says):
+        preflight(load(recipe, ["scale=toy", *words]))
+
+
+@pytest.mark.parametrize(
     ("old_logp", "words", "says"),
     [
         ("native", ["algorithm.old_logp_source=rollout"], None),

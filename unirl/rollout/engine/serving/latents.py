@@ -194,16 +194,7 @@ class LatentServingEngine(ServingEngine):
     def _check_request(self, req: RolloutReq, params: DiffusionSamplingParams) -> None:
         """Raises IncompatibleError, naming the key, for settings with which the server cannot sample."""
         name = self.server.name
-        if params.init_same_noise:
-            raise IncompatibleError(
-                f"sampling.init_same_noise=true: a seed of {name} determines the noise of all steps, so that samples "
-                "with the same x_T would be equal. Set sampling.init_same_noise=false"
-            )
-        if params.solver is not None or params.cache_threshold is not None:
-            key = "solver" if params.solver is not None else "cache_threshold"
-            raise IncompatibleError(
-                f"sampling.{key}: {name} takes Euler steps, and computes each of them. Leave it out"
-            )
+        check_settings(name, params)
         length = self.server.sequence_length
         if length is not None and params.max_sequence_length != length:
             raise IncompatibleError(
@@ -316,6 +307,18 @@ class LatentServingEngine(ServingEngine):
             step=req.step,
             anchors={},
         )
+
+
+def check_settings(name: str, params: DiffusionSamplingParams) -> None:
+    """Raises IncompatibleError, naming the key, for settings that no server has whose seeds determine all noise."""
+    if params.init_same_noise:
+        raise IncompatibleError(
+            f"sampling.init_same_noise=true: a seed of {name} determines the noise of all steps, so that samples "
+            "with the same x_T would be equal. Set sampling.init_same_noise=false"
+        )
+    if params.solver is not None or params.cache_threshold is not None:
+        key = "solver" if params.solver is not None else "cache_threshold"
+        raise IncompatibleError(f"sampling.{key}: {name} takes Euler steps, and computes all of them. Remove it")
 
 
 def log_prob_of(params: DiffusionSamplingParams, step: int, noise: Tensor) -> float:

@@ -8,13 +8,22 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from unirl.config.dependencies import need
+from unirl.config.errors import IncompatibleError
 from unirl.distributed.group.rank import current
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline
 from unirl.rollout.engine.serving.http_server import ServerAccess
-from unirl.rollout.engine.serving.latents import LatentServingEngine
-from unirl.rollout.engine.sglang.server import DiffusionServerSettings, LoraMergeMode, SGLangDiffusionServer
+from unirl.rollout.engine.serving.latents import LatentServingEngine, check_settings
+from unirl.rollout.engine.sglang.server import (
+    DiffusionServerSettings,
+    LoraMergeMode,
+    SGLangDiffusionServer,
+    check_kernel,
+    served_family,
+)
 from unirl.rollout.engine.sglang_llm.server import Program
+from unirl.types.facts import ModelFacts
 from unirl.types.protocols import Capabilities
+from unirl.types.sampling import DiffusionSamplingParams, Sampling, sampling_as
 
 
 class SGLangRolloutEngine(LatentServingEngine):
@@ -96,6 +105,18 @@ class SGLangRolloutEngine(LatentServingEngine):
         )
         folder = root / "engine" / f"diffusion-{current().rank}"
         super().__init__(pipeline, SGLangDiffusionServer(pipeline, folder, access, settings))
+
+    @classmethod
+    def check_recipe(cls, facts: ModelFacts, sampling: Sampling) -> None:
+        """Raises IncompatibleError for a model or for settings that the server does not sample. Nothing is built."""
+        served_family(facts.family)
+        params = sampling_as(DiffusionSamplingParams, sampling, "SGLang's diffusion server samples with")
+        check_settings("SGLang", params)
+        if params.sigmas is not None or params.tail_fraction is not None:
+            key = "sigmas" if params.sigmas is not None else "tail_fraction"
+            raise IncompatibleError(f"sampling.{key}: SGLang takes no noise levels, and makes its own. Remove it")
+        if params.resolve_sde_indices(0):
+            check_kernel(params.kernel)
 
 
 INSTALL = (

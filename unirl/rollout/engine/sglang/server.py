@@ -30,6 +30,7 @@ from unirl.rollout.engine.sglang_llm.server import Program
 from unirl.sde.kernels import CPSSDEStrategy
 from unirl.types.device import CPU
 from unirl.types.facts import LatentFacts
+from unirl.types.protocols import Kernel
 from unirl.types.sampling import DiffusionSamplingParams
 
 OWN_ARGUMENTS = (
@@ -72,7 +73,7 @@ class SGLangDiffusionServer(HttpServer, LatentServer):
         super().__init__(access)
         self._remove = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self.pipeline = pipeline
-        self.family = served_family(pipeline)
+        self.family = served_family(pipeline.facts.family)
         self.folder = folder
         self.settings = settings
         self.concurrency = settings.concurrency
@@ -177,17 +178,8 @@ class SGLangDiffusionServer(HttpServer, LatentServer):
         return self.family.served(facts)
 
     def check_request(self, params: DiffusionSamplingParams) -> None:
-        if not params.sde_indices:
-            return
-        name = type(params.kernel).__name__
-        if type(params.kernel) not in messages.KERNELS:
-            known = " or ".join(kind.__name__ for kind in messages.KERNELS)
-            raise IncompatibleError(f"sampling.kernel: {self.name} has no {name}. Use {known} of unirl.sde.kernels")
-        if isinstance(params.kernel, CPSSDEStrategy) and params.kernel.log_prob_form != "gaussian":
-            raise IncompatibleError(
-                f"sampling.kernel.log_prob_form={params.kernel.log_prob_form}: log-probs of {self.name} are those of "
-                "the density. Set log_prob_form=gaussian"
-            )
+        if params.sde_indices:
+            check_kernel(params.kernel)
 
     def sample(self, request: LatentRequest, params: DiffusionSamplingParams, positions: Sequence[int]) -> LatentAnswer:
         length = None if self.sequence_length is not None else params.max_sequence_length
@@ -323,9 +315,20 @@ class SGLangDiffusionServer(HttpServer, LatentServer):
         self._remove()
 
 
-def served_family(pipeline: DiffusersPipeline[Any]) -> ServedFamily:
-    """The family of a pipeline at the server. Raises IncompatibleError if the server does not sample it."""
-    family = pipeline.facts.family
+def check_kernel(kernel: Kernel) -> None:
+    """Raises IncompatibleError for a kernel that SGLang does not have."""
+    if type(kernel) not in messages.KERNELS:
+        known, name = " or ".join(kind.__name__ for kind in messages.KERNELS), type(kernel).__name__
+        raise IncompatibleError(f"sampling.kernel: SGLang has no {name}. Use {known} of unirl.sde.kernels")
+    if isinstance(kernel, CPSSDEStrategy) and kernel.log_prob_form != "gaussian":
+        raise IncompatibleError(
+            f"sampling.kernel.log_prob_form={kernel.log_prob_form}: log-probs of SGLang are those of the density. Set "
+            "log_prob_form=gaussian"
+        )
+
+
+def served_family(family: str) -> ServedFamily:
+    """The family at the server. Raises IncompatibleError if the server does not sample it."""
     if family not in FAMILIES:
         raise IncompatibleError(
             f"the engine for SGLang has no family {family}: it knows {', '.join(FAMILIES)}. Use rollout=replica"

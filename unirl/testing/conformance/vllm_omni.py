@@ -26,15 +26,11 @@ from unirl.rollout.engine.vllm_omni.program.weights import WeightInlet
 from unirl.rollout.engine.vllm_omni.program.wire import Body, Handler, Wire, WireReply, WireServer, wire_server
 from unirl.sde.kernels import EulerODE
 from unirl.testing.conformance.latent_model import LatentModel, pipeline_of
+from unirl.testing.conformance.sglang import CHANGES_AT, DIES_AT, EVERY, SLOW_S, LatentExchange
 from unirl.testing.conformance.token_model import adapter_parameter
 from unirl.types.protocols import DtypeName
 from unirl.types.sampling import DiffusionSamplingParams
 
-DIES_AT, EVERY, CHANGES_AT = 10, 3, 5
-"""Numbers of the samples that some faults strike."""
-SLOW_S = 2.0
-EXCHANGE_S = 0.5
-"""Seconds that a sample waits for another one to be exchanged with."""
 CPU = torch.device("cpu")
 
 
@@ -55,7 +51,7 @@ class FakeOmni:
         self.received: dict[str, Tensor] = {}
         self.num_transfers = 0
         self.is_asleep = False
-        self.exchange = RowExchange()
+        self.exchange: LatentExchange[dict[str, Tensor]] = LatentExchange()
         if fault == "other-model":
             model.sign = -1.0
 
@@ -182,28 +178,6 @@ class FakeOmni:
 
     def wake_up(self) -> None:
         self.is_asleep = False
-
-
-class RowExchange:
-    """Exchanges the tensors of two prompts whose answers are about to be sent."""
-
-    def __init__(self) -> None:
-        self.waiting: list[tuple[str, dict[str, Tensor], list[dict[str, Tensor]]]] = []
-        self.changed = threading.Condition()
-
-    def swapped(self, prompt: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of another prompt, which gets `tensors`. Returns `tensors` if none comes soon."""
-        with self.changed:
-            for other_prompt, other, given in self.waiting:
-                if other_prompt != prompt and not given:
-                    given.append(tensors)
-                    self.changed.notify_all()
-                    return other
-            mine: tuple[str, dict[str, Tensor], list[dict[str, Tensor]]] = (prompt, tensors, [])
-            self.waiting.append(mine)
-            self.changed.wait_for(lambda: bool(mine[2]), EXCHANGE_S)
-            self.waiting = [entry for entry in self.waiting if entry is not mine]
-            return mine[2][0] if mine[2] else tensors
 
 
 def broken(handler: Handler, fault: str | None) -> Handler:

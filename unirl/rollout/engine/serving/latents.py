@@ -16,6 +16,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -319,6 +320,18 @@ def check_settings(name: str, params: DiffusionSamplingParams) -> None:
     if params.solver is not None or params.cache_threshold is not None:
         key = "solver" if params.solver is not None else "cache_threshold"
         raise IncompatibleError(f"sampling.{key}: {name} takes Euler steps, and computes all of them. Remove it")
+
+
+def model_folder(pipeline: DiffusersPipeline[Any], folder: Path) -> Path:
+    """The folder of the pipeline's checkpoint. A tiny model, which has none, is written to `folder`."""
+    bundle = pipeline.bundle
+    if bundle.root is not None:
+        return bundle.root
+    if not folder.exists():
+        bundle.offload(bundle.frozen)
+        pipeline.write_model({}, folder)
+        bundle.onload(bundle.frozen)
+    return folder
 
 
 def log_prob_of(params: DiffusionSamplingParams, step: int, noise: Tensor) -> float:

@@ -20,7 +20,7 @@ from unirl.config.http import Reply
 from unirl.distributed.weight_sync.base import WeightLayout
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, pipeline_class
 from unirl.rollout.engine.serving.http_server import HttpServer, ServerAccess, option_words
-from unirl.rollout.engine.serving.latents import LatentAnswer, LatentRequest, LatentServer
+from unirl.rollout.engine.serving.latents import LatentAnswer, LatentRequest, LatentServer, model_folder
 from unirl.rollout.engine.serving.process import LOOPBACK, free_port
 from unirl.rollout.engine.serving.sigma_verify import UsedSettings
 from unirl.rollout.engine.sglang import messages
@@ -96,15 +96,7 @@ class SGLangDiffusionServer(HttpServer, LatentServer):
     # The process
 
     def prepare(self, layout: WeightLayout) -> None:
-        bundle = self.pipeline.bundle
-        if bundle.root is None:
-            self.root = self.folder / "base"
-            if not self.root.exists():
-                bundle.offload(bundle.frozen)
-                self.pipeline.write_model({}, self.root)
-                bundle.onload(bundle.frozen)
-        else:
-            self.root = bundle.root
+        self.root = model_folder(self.pipeline, self.folder / "base")
         spec = layout.adapter
         if spec is not None and spec.alpha != int(spec.alpha):
             raise SyncError(

@@ -11,10 +11,18 @@ from unirl.distributed.group.rank import current
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline
 from unirl.rollout.engine.environments import ENVIRONMENTS
 from unirl.rollout.engine.serving.http_server import ServerAccess
-from unirl.rollout.engine.serving.latents import LatentServingEngine
-from unirl.rollout.engine.vllm_omni.server import OmniServerSettings, Program, VLLMOmniServer
+from unirl.rollout.engine.serving.latents import LatentServingEngine, check_settings
+from unirl.rollout.engine.vllm_omni.server import (
+    OmniServerSettings,
+    Program,
+    VLLMOmniServer,
+    check_kernel,
+    served_family,
+)
 from unirl.rollout.engine.vllm_omni.transports import ServerTransport
+from unirl.types.facts import ModelFacts
 from unirl.types.protocols import Capabilities
+from unirl.types.sampling import DiffusionSamplingParams, Sampling, sampling_as
 
 
 class VLLMOmniRolloutEngine(LatentServingEngine):
@@ -91,3 +99,12 @@ class VLLMOmniRolloutEngine(LatentServingEngine):
         )
         folder = root / "engine" / f"omni-{current().rank}"
         super().__init__(pipeline, VLLMOmniServer(pipeline, folder, access, settings))
+
+    @classmethod
+    def check_recipe(cls, facts: ModelFacts, sampling: Sampling) -> None:
+        """Raises IncompatibleError for a model or for settings that the server does not sample. Nothing is built."""
+        served_family(facts.family)
+        params = sampling_as(DiffusionSamplingParams, sampling, "vLLM-Omni samples with")
+        check_settings("vLLM-Omni", params)
+        if params.resolve_sde_indices(0):
+            check_kernel(params.kernel)

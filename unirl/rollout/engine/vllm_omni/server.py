@@ -23,7 +23,7 @@ from unirl.distributed.weight_sync.base import WeightLayout
 from unirl.distributed.weight_sync.fingerprint import Fingerprint
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline
 from unirl.rollout.engine.serving.http_server import HttpServer, ServerAccess, shown
-from unirl.rollout.engine.serving.latents import LatentAnswer, LatentRequest, LatentServer
+from unirl.rollout.engine.serving.latents import LatentAnswer, LatentRequest, LatentServer, model_folder
 from unirl.rollout.engine.serving.sigma_verify import UsedSettings
 from unirl.rollout.engine.sglang.families import wire_names
 from unirl.rollout.engine.vllm_omni import messages
@@ -33,6 +33,7 @@ from unirl.rollout.engine.vllm_omni.program.wire import read_fingerprints
 from unirl.rollout.engine.vllm_omni.transports import TRANSPORTS, ServerTransport, WeightTransport
 from unirl.sde.kernels import CPSSDEStrategy, LinearKernel
 from unirl.types.facts import LatentFacts
+from unirl.types.protocols import Kernel
 from unirl.types.sampling import DiffusionSamplingParams
 
 VERSION = "0.30.0"
@@ -74,7 +75,7 @@ class VLLMOmniServer(HttpServer, LatentServer):
         super().__init__(access)
         self._remove = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self.pipeline = pipeline
-        self.family = served_family(pipeline)
+        self.family = served_family(pipeline.facts.family)
         self.folder = folder
         self.settings = settings
         self.concurrency = settings.concurrency
@@ -93,13 +94,7 @@ class VLLMOmniServer(HttpServer, LatentServer):
     # The process
 
     def prepare(self, layout: WeightLayout) -> None:
-        bundle = self.pipeline.bundle
-        if bundle.root is None:
-            self.root = self.folder / "base"
-            if not self.root.exists():
-                self.pipeline.write_model({}, self.root)
-        else:
-            self.root = bundle.root
+        self.root = model_folder(self.pipeline, self.folder / "base")
         self.layout = layout
         self.wire = wire_names(layout)
 
@@ -182,20 +177,8 @@ class VLLMOmniServer(HttpServer, LatentServer):
         return facts  # it takes the noise levels of a request
 
     def check_request(self, params: DiffusionSamplingParams) -> None:
-        kernel = params.kernel
-        if not params.sde_indices:
-            return
-        if not isinstance(kernel, LinearKernel) or kernel.multistep:
-            raise IncompatibleError(
-                f"sampling.kernel: {self.name} takes kernels whose mean is linear in x and v, and "
-                f"{type(kernel).__name__} is none. Use FlowSDEStrategy, DanceSDEStrategy or CPSSDEStrategy of "
-                "unirl.sde.kernels"
-            )
-        if isinstance(kernel, CPSSDEStrategy) and kernel.log_prob_form != "gaussian":
-            raise IncompatibleError(
-                f"sampling.kernel.log_prob_form={kernel.log_prob_form}: log-probs of {self.name} are those of the "
-                "density. Set log_prob_form=gaussian"
-            )
+        if params.sde_indices:
+            check_kernel(params.kernel)
 
     def sample(self, request: LatentRequest, params: DiffusionSamplingParams, positions: Sequence[int]) -> LatentAnswer:
         shape = self.pipeline.facts.latent_shape(params)
@@ -293,9 +276,23 @@ class VLLMOmniServer(HttpServer, LatentServer):
         self._remove()
 
 
-def served_family(pipeline: DiffusersPipeline[Any]) -> OmniFamily:
-    """The family of a pipeline at the server. Raises IncompatibleError if the engine does not sample it."""
-    family = pipeline.facts.family
+def check_kernel(kernel: Kernel) -> None:
+    """Raises IncompatibleError for a kernel whose steps a request cannot describe."""
+    name = VLLMOmniServer.name
+    if not isinstance(kernel, LinearKernel) or kernel.multistep:
+        raise IncompatibleError(
+            f"sampling.kernel: {name} takes kernels whose mean is linear in x and v, and {type(kernel).__name__} is "
+            "none. Use FlowSDEStrategy, DanceSDEStrategy or CPSSDEStrategy of unirl.sde.kernels"
+        )
+    if isinstance(kernel, CPSSDEStrategy) and kernel.log_prob_form != "gaussian":
+        raise IncompatibleError(
+            f"sampling.kernel.log_prob_form={kernel.log_prob_form}: log-probs of {name} are those of the density. Set "
+            "log_prob_form=gaussian"
+        )
+
+
+def served_family(family: str) -> OmniFamily:
+    """The family at the server. Raises IncompatibleError if the engine does not sample it."""
     if family not in FAMILIES:
         raise IncompatibleError(
             f"the engine for vLLM-Omni has no family {family}: it knows {', '.join(FAMILIES)}. Use rollout=replica"

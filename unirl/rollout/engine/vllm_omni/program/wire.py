@@ -102,13 +102,13 @@ class Wire:
         backend = self.backend
         posts: Mapping[str, Handler] = {
             "/sample": self.sample,
-            "/weights/begin": lambda body: done(backend.begin(**parsed(body))),
-            "/weights/open": lambda body: done(backend.open_buffer(parsed(body))),
-            "/weights/bucket": lambda body: done(backend.bucket(*bucket_parts(body))),
+            "/weights/begin": change(lambda body: backend.begin(**parsed(body))),
+            "/weights/open": change(lambda body: backend.open_buffer(parsed(body))),
+            "/weights/bucket": change(lambda body: backend.bucket(*bucket_parts(body))),
             "/weights/end": lambda body: json_reply(wire_fingerprints(backend.end())),
             "/weights/held": lambda body: json_reply(wire_fingerprints(backend.held())),
-            "/sleep": lambda body: done(backend.sleep()),
-            "/wake_up": lambda body: done(backend.wake_up()),
+            "/sleep": change(lambda body: backend.sleep()),
+            "/wake_up": change(lambda body: backend.wake_up()),
         }
         gets: Mapping[str, Handler] = {
             "/health": lambda body: json_reply({"status": "ok"}),
@@ -135,9 +135,14 @@ def parsed(body: bytes) -> Body:
     return value
 
 
-def done(_: None) -> WireReply:
-    """The response to a request without a result."""
-    return json_reply({"success": True})
+def change(action: Callable[[bytes], None]) -> Handler:
+    """The handler of a request without a result."""
+
+    def answer(body: bytes) -> WireReply:
+        action(body)
+        return json_reply({"success": True})
+
+    return answer
 
 
 def answering(handler: Handler) -> Handler:

@@ -100,7 +100,7 @@ class Recorder:
         self.scheduler: RecordingScheduler | None = None
         takes_output_type = "output_type" in inspect.signature(self.plain).parameters
         self.settings = {"output_type": "latent"} if takes_output_type else {}
-        pipeline.forward = self.forward  # type: ignore[method-assign]
+        pipeline.forward = self.forward
         getattr(pipeline, MODULE).register_forward_pre_hook(self._give_exact_timestep, with_kwargs=True)
 
     def forward(self, batch: Any, *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from unirl.config.errors import ConfigError
 from unirl.config.load import Recipe, load
 from unirl.plan.devices import Device
-from unirl.plan.fit_together import Choice, free_rungs, policy_runs, search_together
+from unirl.plan.fit_together import PolicySettings, free_rungs, policy_runs, search_together
 from unirl.plan.placement import plan_of
 from unirl.plan.preflight import preflight
 
@@ -23,7 +23,7 @@ FEWER_PROMPTS = (2, 4, 8)
 
 
 @dataclass(frozen=True)
-class Alternative:
+class FittingRecipe:
     """A recipe that fits, by its plan."""
 
     what: str
@@ -32,7 +32,7 @@ class Alternative:
     words: tuple[str, ...]
     """The settings of its command line."""
     num_devices: int
-    choice: Choice
+    choice: PolicySettings
 
     @property
     def command(self) -> str:
@@ -59,7 +59,7 @@ class Alternative:
         }
 
 
-def alternatives(recipe: str, words: Sequence[str], device: Device, memory_gib: float) -> list[Alternative]:
+def alternatives(recipe: str, words: Sequence[str], device: Device, memory_gib: float) -> list[FittingRecipe]:
     """What fits on devices with so much memory, the nearest first.
 
     Settings that change results by rounding alone are tried first. Only if they do not suffice, other recipes are: an
@@ -113,7 +113,7 @@ def _adapters(own: Recipe) -> list[str]:
 
 def _fitting(
     recipe: str, words: Sequence[str], tries: Sequence[Sequence[str]], what: str, device: Device, memory_gib: float
-) -> Alternative | None:
+) -> FittingRecipe | None:
     """The first of some additions to the command line with which the recipe is legal and fits."""
     for added in tries:
         together = with_words(words, added)
@@ -128,7 +128,7 @@ def _fitting(
         best = search_together(policies, device, memory_gib, free_rungs(policies, ())).best
         if best is not None:
             final = with_words(together, best.words())
-            return Alternative(what, recipe, tuple(final), changed.config.num_devices, best)
+            return FittingRecipe(what, recipe, tuple(final), changed.config.num_devices, best)
     return None
 
 

@@ -174,7 +174,7 @@ class WireServer(ThreadingHTTPServer):
 def wire_server(port: int, routes: Mapping[tuple[str, str], Handler]) -> WireServer:
     """A server of the loopback interface that answers with `routes`. Port 0 takes a free one."""
 
-    class Connection(BaseHTTPRequestHandler):
+    class WireHandler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
@@ -208,4 +208,4 @@ def wire_server(port: int, routes: Mapping[tuple[str, str], Handler]) -> WireSer
         def log_message(self, format: str, *args: object) -> None:
             """Requests are not logged."""
 
-    return WireServer((LOOPBACK, port), Connection)
+    return WireServer((LOOPBACK, port), WireHandler)

@@ -21,6 +21,7 @@ from unirl.rollout.engine.vllm_omni.program.trajectory import (
     seeded_draws,
 )
 from unirl.rollout.engine.vllm_omni.program.weights import FUSED, HeldWeights, WeightInlet
+from unirl.types.device import synchronize
 
 ORDER = "unirl_order"
 """The key of a request's body in `OmniDiffusionSamplingParams.extra_args`."""
@@ -66,8 +67,7 @@ class SamplingWorker:
             self.adapter.take(tensors)
         else:
             self.weights.load(tensors)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
 
     def unirl_end(self) -> Mapping[str, Fingerprint]:
         """Sample from the weights of the transfer from now on. Returns the fingerprints of `unirl_held`."""

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -34,10 +34,18 @@ CLASSES = {
 PACKAGES = ("sglang", "torch", "transformers", "diffusers")
 SIDE = 64
 """Pixels of the samples of a real server."""
-CASES = (("sd3", "full"), ("sd3", "adapters"), ("flux2_klein", "merged"))
-"""Families and kinds of weights for which the real server is started."""
+CASES = (
+    ("sd3", "full", "fp32"),
+    ("sd3", "adapters", "fp32"),
+    ("flux2_klein", "merged", "fp32"),
+    ("sd3", "full", "bf16"),
+)
+"""Families, kinds of weights and dtypes for which the real server is started."""
 KLEIN_TEXT_LAYERS = 36
 """SGLang joins the hidden states of layers 9, 18 and 27 of Klein's text encoder, so the tiny one needs as many."""
+
+
+ClientT = TypeVar("ClientT", bound=Client)
 
 
 @dataclass
@@ -91,29 +99,53 @@ class DiffusionClient(Client):
 
 @contextmanager
 def diffusion_client(
-    family: str, kind: str, folder: Path, path: str = "toy", length: int = 16, **settings: Any
+    family: str, kind: str, folder: Path, dtype: str = "fp32", path: str = "toy", length: int = 16, **settings: Any
 ) -> Iterator[DiffusionClient]:
-    """A trainer of a tiny model of `family` and its engine. The server of the engine ends with the block."""
+    """A trainer of a tiny model of `family` and SGLang's engine. The server of the engine ends with the block."""
+    from unirl.rollout.engine.sglang.engine import SGLangRolloutEngine
+    from unirl.rollout.engine.sglang.families import FAMILIES
+
+    settings["model_id"] = FAMILIES[family].model_id
+    with client_of(SGLangRolloutEngine, DiffusionClient, family, kind, folder, dtype, path, **settings) as each:
+        each.side, each.length = 32 if path == "toy" else SIDE, length
+        yield each
+
+
+@contextmanager
+def client_of(
+    engine_class: Any,
+    client_class: type[ClientT],
+    family: str,
+    kind: str,
+    folder: Path,
+    dtype: str,
+    path: str,
+    **settings: Any,
+) -> Iterator[ClientT]:
+    """A trainer of a tiny model of `family` and an engine. The server of the engine ends with the block."""
     from unirl.config.device_sets import DeviceSet
     from unirl.distributed.group.handle import Remote
     from unirl.distributed.group.pool import open_pool
     from unirl.distributed.weight_sync.endpoints import WeightSender
     from unirl.distributed.weight_sync.sync import EngineSync
     from unirl.models.flux2_klein.family import Flux2KleinBundle, Flux2KleinPipeline
+    from unirl.models.hunyuan_video15.family import HunyuanVideo15Bundle, HunyuanVideo15Pipeline
     from unirl.models.sd3.family import SD3Bundle, SD3Pipeline
-    from unirl.rollout.engine.sglang.engine import SGLangRolloutEngine
-    from unirl.rollout.engine.sglang.families import FAMILIES
     from unirl.train.backend.base import OptimizerConfig
     from unirl.train.backend.fsdp import FSDPBackend
     from unirl.train.configs import LoraConfig
 
-    kinds: Any = {"sd3": (SD3Bundle, SD3Pipeline), "flux2_klein": (Flux2KleinBundle, Flux2KleinPipeline)}
+    kinds: Any = {
+        "sd3": (SD3Bundle, SD3Pipeline),
+        "flux2_klein": (Flux2KleinBundle, Flux2KleinPipeline),
+        "hunyuan_video15": (HunyuanVideo15Bundle, HunyuanVideo15Pipeline),
+    }
     bundle, pipeline = kinds[family]
-    trained = pipeline(bundle(path=path, dtype="fp32"))
+    trained = pipeline(bundle(path=path, dtype=dtype))
     lora = None if kind == "full" else LoraConfig(rank=4, alpha=8.0)
     backend = FSDPBackend(trained.bundle, 3, optimizer_cfg=OptimizerConfig(learning_rate=1e-2), lora_cfg=lora)
-    served = pipeline(bundle(path=path, dtype="fp32", meta_init=True))
-    engine = SGLangRolloutEngine(served, folder, model_id=FAMILIES[family].model_id, **settings)
+    served = pipeline(bundle(path=path, dtype=dtype, meta_init=True))
+    engine = engine_class(served, folder, **settings)
     pool = open_pool("local", 2, deadline_s=3600.0)
     roles = {"sender": WeightSender(backend, trained.stage, engine), "rollout": engine}
     sender, rollout = (
@@ -122,7 +154,7 @@ def diffusion_client(
     )
     sync = EngineSync(sender, rollout, merge_adapters=kind == "merged")
     try:
-        yield DiffusionClient(trained, backend, engine, sync, side=32 if path == "toy" else SIDE, length=length)
+        yield client_class(trained, backend, engine, sync)
     finally:
         engine.server.stop()
 
@@ -216,16 +248,16 @@ def live(python: str, settings: Mapping[str, Any]) -> Json:
     """Start the real server with tiny models, and compare it with the trainer."""
     results: Json = {}
     answers: Json = {}
-    for family, kind in CASES:
+    for family, kind, dtype in CASES:
         with tempfile.TemporaryDirectory() as folder:
             path, length = Path(folder) / "model", {"sd3": 256, "flux2_klein": 512}[family]
             write_model(family, path)
-            run = diffusion_client(
-                family, kind, Path(folder), str(path), length, python_executable=python, concurrency=2, **settings
-            )
+            own = {"python_executable": python, "concurrency": 2, **settings}
+            run = diffusion_client(family, kind, Path(folder), dtype, str(path), length, **own)
             with run as each:
-                results[f"{family}, {kind}"] = checked(each, family, kind)
-                print(family, kind, json.dumps(results[f"{family}, {kind}"]), flush=True)
+                name = f"{family}, {kind}, {dtype}"
+                results[name] = checked(each, with_kill=not results)
+                print(name, json.dumps(results[name]), flush=True)
                 for exchange in each.exchanges:
                     answers.setdefault(exchange.name, {"status": exchange.status, "body": described(exchange.answer)})
     answers["GET /model_info"]["body"]["model_path"] = "model"
@@ -250,7 +282,7 @@ def write_model(family: str, folder: Path) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "text_encoder")
 
 
-def checked(each: DiffusionClient, family: str, kind: str) -> Json:
+def checked(each: DiffusionClient, with_kill: bool) -> Json:
     """Push, sample and compare, before and after updates, asleep and awake, and after a kill."""
     from unirl.config.errors import WeightsLostError
 
@@ -268,7 +300,7 @@ def checked(each: DiffusionClient, family: str, kind: str) -> Json:
     each.engine.sleep()
     each.engine.wake_up()
     gaps["after sleep"] = each.gap()
-    if (family, kind) != CASES[0]:
+    if not with_kill:
         return result
     process = each.engine.server.process
     os.killpg(process._process.pid, signal.SIGKILL)

@@ -13,6 +13,7 @@ before and after updates and after a kill, and keeps the answers. `settings.yaml
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import re
@@ -51,6 +52,8 @@ PACKAGES = ("sglang", "torch", "transformers")
 RANDOM = re.compile(r"-[0-9a-f]{8}\b")
 """The random parts of the names of requests and weights."""
 KINDS = ("full", "merged", "adapters")
+CHECKS = {"sglang": "check_diffusion_package", "vllm_omni": "check_omni_package"}
+"""Engine to the script with its checks, if it is not this one."""
 Json = dict[str, Any]
 
 
@@ -392,18 +395,16 @@ def arguments() -> list[str]:
 
 
 def checks_of(engine: str) -> Any:
-    """The module with the checks of an engine: this one, or that of diffusion servers."""
+    """The module with the checks of an engine."""
     if engine == "sglang_llm":
         return sys.modules[__name__]
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from scripts import check_diffusion_package
-
-    return check_diffusion_package
+    return importlib.import_module(f"scripts.{CHECKS[engine]}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", choices=["sglang_llm", "sglang"], default="sglang_llm")
+    parser.add_argument("--engine", choices=["sglang_llm", *CHECKS], default="sglang_llm")
     parser.add_argument("--python", help="the Python of the environment with the package")
     parser.add_argument("--serve", type=Path, help="also start the real server, with these settings of `rollout`")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)

@@ -59,7 +59,8 @@ def contract(test: str) -> Cell:
 
 NO, NOT_NEEDED = Cell("no"), Cell("-")
 REPLICA, TEXT = "rollout/test_replica", "rollout/test_replica_text"
-SERVE, LLM, SGLANG = "rollout/test_transformers_serve", "rollout/test_sglang_llm", "rollout/test_sglang"
+SERVE, LLM = "rollout/test_transformers_serve", "rollout/test_sglang_llm"
+SGLANG, OMNI = "rollout/test_sglang", "rollout/test_vllm_omni"
 PE, UNIFIED, RECORDED = "trainer/test_prompt_enhancer", "trainer/test_unified_model", "rollout/test_recorded"
 
 ENGINES: Mapping[str, Sequence[Cell]] = {
@@ -157,6 +158,20 @@ ENGINES: Mapping[str, Sequence[Cell]] = {
         NO,
         NO,
         contract(f"{SGLANG}::test_samples_that_are_broken_off_are_asked_for_again"),
+    ),
+    "vLLM-Omni, diffusion": (
+        contract(f"{OMNI}::test_it_keeps_the_contract_of_an_engine"),
+        contract(f"{OMNI}::test_it_keeps_the_contract_of_an_engine"),
+        contract(f"{OMNI}::test_videos_are_sampled_as_images_are"),
+        NO,
+        contract(f"{OMNI}::test_sampling_settings_reach_the_server"),
+        NO,
+        contract(f"{OMNI}::test_adapters_keep_the_contract_too"),
+        contract(f"{OMNI}::test_weights_arrive_by_each_transport"),
+        contract(f"{OMNI}::test_it_keeps_the_contract_of_an_engine"),
+        contract(f"{OMNI}::test_stale_weights_are_caught"),
+        NO,
+        contract(f"{OMNI}::test_samples_that_are_broken_off_are_asked_for_again"),
     ),
 }
 """Engine to its cells, in the order of FEATURES."""

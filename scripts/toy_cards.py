@@ -28,6 +28,12 @@ from unirl.config.recipe_files import CARD_SUFFIX, Card, find_recipe
 STEPS = 2
 EXTERNAL_ENGINES = {"_sglang": "SGLang", "_vllmomni": "vLLM-Omni"}
 """Word in the name of a recipe to the engine that it is named after."""
+SERVERS = {
+    "SGLangRolloutEngine": "SGLang",
+    "SGLangLLMRolloutEngine": "SGLang",
+    "VLLMOmniRolloutEngine": "vLLM-Omni",
+}
+"""Class of an engine to the server that its fake server stands in for."""
 Metrics = dict[str, float]
 
 
@@ -115,9 +121,15 @@ def stand_ins(name: str, folder: Path) -> str:
     resolved = yaml.safe_load((folder / "config" / "resolved.yaml").read_text())
     urls = [path for path, value in leaves(resolved) if path.endswith("base_url") and value == "toy"]
     replicas = [path for path, value in leaves(resolved) if str(value).endswith(".ReplicaRolloutEngine")]
-    fakes = [path for path, value in leaves(resolved) if path.endswith("rollout.program") and value == "fake"]
+    fakes = [
+        path.rpartition(".")[0]
+        for path, value in leaves(resolved)
+        if path.endswith("rollout.program") and value == "fake"
+    ]
+    targets = dict(leaves(resolved))
+    faked = {SERVERS[str(targets[f"{path}._target_"]).rpartition(".")[2]] for path in fakes}
     text = f"; a local server stands in for {', '.join(urls)}" if urls else ""
-    text += "; a fake server of UniRL stands in for SGLang" if fakes else ""
+    text += "".join(f"; a fake server of UniRL stands in for {engine}" for engine in sorted(faked))
     for word, engine in EXTERNAL_ENGINES.items():
         if word in name and replicas:
             text += f"; the replica engine stands in for {engine}, also at full size"

@@ -6,14 +6,16 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from unirl.rollout.engine.vllm_omni.program.wire import WireServer
 from unirl.testing.conformance.http_server import JsonServer
 from unirl.testing.conformance.sglang import fake_sglang_diffusion
 from unirl.testing.conformance.sglang_llm import fake_sglang
+from unirl.testing.conformance.vllm_omni import fake_vllm_omni
 from unirl.types.protocols import DtypeName
 
 
 @contextmanager
-def running(server: JsonServer) -> Iterator[str]:
+def running(server: JsonServer | WireServer) -> Iterator[str]:
     """A server that answers until the end of the block. Yields its address."""
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -38,4 +40,11 @@ def sglang(fault: str | None = None, *flags: str, seeds: bool = True, dtype: Dty
 def sglang_diffusion(fault: str | None = None, path: str = "toy", dtype: DtypeName = "fp32") -> Iterator[str]:
     """A fake diffusion server of SGLang with the tiny SD3, or the model in a folder. Yields its address."""
     with running(fake_sglang_diffusion(path, 0, dtype, (), fault)) as url:
+        yield url
+
+
+@contextmanager
+def vllm_omni(fault: str | None = None, path: str = "toy", dtype: DtypeName = "fp32") -> Iterator[str]:
+    """A fake server of vLLM-Omni with the tiny SD3, or the model in a folder. Yields its address."""
+    with running(fake_vllm_omni(path, 0, dtype, (), fault)) as url:
         yield url

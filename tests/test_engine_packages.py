@@ -7,12 +7,14 @@ import json
 import msgspec
 import pytest
 
-from scripts.check_engine_package import CLASSES, RECORD, distinct, requests_of_the_engine
+from scripts import check_diffusion_package, check_omni_package
+from scripts.check_engine_package import CLASSES, RECORD, Exchange, described, distinct, requests_of_the_engine
 from tests import fake_servers
 from unirl.config.http import HttpClient
 from unirl.models.qwen3.family import Qwen3Bundle
 from unirl.rollout.engine.sglang_llm import messages
 from unirl.rollout.engine.sglang_llm.checksums import SentTensors
+from unirl.rollout.engine.vllm_omni.server import VERSION
 
 SGLANG = json.loads(RECORD.read_text())["sglang_llm"]
 ANSWERS = SGLANG["live"]["answers"]
@@ -91,3 +93,68 @@ def test_the_real_servers_checksums_are_those_that_the_engine_computes() -> None
 def test_the_real_server_was_as_exact_as_two_forwards_in_fp32_are() -> None:
     for result in SGLANG["live"]["results"].values():
         assert max(result["largest_logp_differences"].values()) < 5e-6
+
+
+# SGLang's diffusion server
+
+DIFFUSION = json.loads(RECORD.read_text())["sglang"]
+SAMPLE_KEYS = {
+    *("request_id", "prompt", "seed", "generated_output", "rollout_log_probs", "rollout_debug_tensors"),
+    *("denoising_env", "dit_trajectory", "inference_time_s", "peak_memory_mb"),
+}
+"""The fields of `RolloutResponse` of the package."""
+
+
+@pytest.fixture(scope="module")
+def diffusion_exchanges() -> list[Exchange]:
+    return check_diffusion_package.requests_of_the_engine()
+
+
+def test_the_package_has_read_the_requests_of_the_diffusion_engine(diffusion_exchanges) -> None:
+    assert DIFFUSION["requests"] == json.loads(json.dumps(distinct(diffusion_exchanges)))
+    assert set(DIFFUSION["requests_read"]) == set(DIFFUSION["requests"]) == set(check_diffusion_package.CLASSES)
+
+
+def test_the_fake_diffusion_server_answers_with_the_keys_of_the_real_one(diffusion_exchanges) -> None:
+    """Paths that change the server have a message of their own each; the real one gives seconds and memory."""
+    recorded = DIFFUSION["live"]["answers"]
+    ours = {each.name: described(each.answer) for each in reversed(diffusion_exchanges)}
+    assert set(ours) <= set(recorded) | {"GET /model_info"}
+    for name in sorted(set(ours) & set(recorded)):
+        a, b = ours[name], recorded[name]["body"]
+        if name == "POST /rollout/generate":
+            [a], [b] = a, b
+            assert set(a) == set(b) == SAMPLE_KEYS - {"request_id", "inference_time_s"}
+            a, b = a["dit_trajectory"], b["dit_trajectory"]
+        assert shape_of(a) == shape_of(b), name
+
+
+def test_the_real_diffusion_server_was_as_exact_as_two_forwards_in_fp32_are() -> None:
+    results = DIFFUSION["live"]["results"]
+    assert {name.partition(",")[0] for name in results} == {"sd3", "flux2_klein"}
+    for name, result in results.items():
+        if name.endswith("bf16"):
+            continue
+        assert max(result["largest_logp_differences"].values()) < 1e-6
+        assert result["euler_path"]["difference"] < 1e-6 * (1 + result["euler_path"]["largest_latent"])
+
+
+# vLLM-Omni
+
+OMNI = json.loads(RECORD.read_text())["vllm_omni"]
+
+
+def test_the_package_has_read_the_requests_of_the_engine_for_vllm_omni() -> None:
+    exchanges = check_omni_package.requests_of_the_engine()
+    assert OMNI["requests"] == json.loads(json.dumps(distinct(exchanges)))
+    assert set(OMNI["requests_read"]) == set(OMNI["requests"])
+    assert OMNI["packages"]["vllm-omni"] == VERSION
+
+
+def test_the_real_vllm_omni_was_as_exact_as_two_forwards_in_fp32_are() -> None:
+    results = OMNI["live"]["results"]
+    assert set(results) == {", ".join(case) for case in check_omni_package.CASES}
+    for name, result in results.items():
+        assert result["tensors_with_equal_fingerprints"] > 0
+        if name.endswith("fp32"):
+            assert max(result["largest_logp_differences"].values()) < 1e-6

@@ -71,6 +71,11 @@ SGLANG = {
     "rollout._target_": "unirl.rollout.engine.sglang.engine.SGLangRolloutEngine",
     "sync._target_": "unirl.distributed.weight_sync.sync.EngineSync",
 }
+OMNI = FIRST_HALF | {
+    "num_devices": 8,
+    "rollout._target_": "unirl.rollout.engine.vllm_omni.engine.VLLMOmniRolloutEngine",
+    "sync._target_": "unirl.distributed.weight_sync.sync.EngineSync",
+}
 APART = {"placement.train": "0-3", "placement.rollout": "4-7"}
 
 SD3_DPPO = {key: value for key, value in SD3.items() if key != "algorithm.clip_range"} | {
@@ -279,6 +284,19 @@ PUBLISHED = {
     "diffusion/sd3_sglang_full_tensor": SD3 | LAYOUT | SGLANG | {"sync.merge_adapters": True, "placement": None},
     "diffusion/sd3_sglang_full_nccl_separate": SD3 | LAYOUT | SGLANG | APART | {"sync.merge_adapters": True},
     "diffusion/sd3_sglang_lora_separate": SD3 | LAYOUT | SGLANG | APART,
+    "diffusion/sd3_vllmomni": SD3 | OMNI | {"algorithm.old_logp_source": "rollout", "placement": None},
+    "diffusion/sd3_vllmomni_full_tensor": SD3
+    | OMNI
+    | {"algorithm.old_logp_source": "rollout", "sync.merge_adapters": True, "rollout.transport": "http"},
+    "diffusion/sd3_vllmomni_full_ipc": SD3
+    | OMNI
+    | {"algorithm.old_logp_source": "rollout", "sync.merge_adapters": True, "rollout.transport": "ipc"},
+    "diffusion/sd3_vllmomni_full_nccl_separate": SD3
+    | OMNI
+    | APART
+    | {"algorithm.old_logp_source": "rollout", "sync.merge_adapters": True, "rollout.transport": "ipc"},
+    "diffusion/sd3_vllmomni_lora_separate": SD3 | OMNI | APART | {"algorithm.old_logp_source": "rollout"},
+    "diffusion/sd3_flowdppo_vllmomni": SD3_DPPO | OMNI | {"placement": None},
     "diffusion/sd3_nft_sglang": CLEAN_SAMPLES
     | SGLANG
     | {"algorithm.beta": 1.0, "backend.optimizer_cfg.weight_decay": 1e-4, "num_devices": 16}
@@ -322,6 +340,11 @@ PUBLISHED = {
     "diffusion/z_image_trainside": Z_IMAGE,
     "diffusion/hunyuan_video_t2v_trainside": HUNYUAN_VIDEO,
     "diffusion/hunyuan_video15_t2v_dancegrpo_trainside": HUNYUAN_VIDEO_15,
+    "diffusion/hunyuan_video15_t2v_vllmomni_nccl_separate": HUNYUAN_VIDEO_15
+    | OMNI
+    | {"sampling.sde_steps.num_steps": 8, "sampling.sde_steps.high": 0.6, "batch_size": 16, "num_devices": 16}
+    | {"sampling.samples_per_prompt": 16, "sampling.kernel._target_": "unirl.sde.kernels.FlowSDEStrategy"}
+    | {"placement.train": "0-7", "placement.rollout": "8-15", "sync.merge_adapters": True},
     "diffusion/wan21_t2v": WAN21 | WAN_HALF,
     "diffusion/wan21_t2v_dancegrpo": WAN21 | WAN_HALF | DANCE,
     "diffusion/wan21_t2v_mixgrpo": WAN21 | WINDOW | {"sampling.init_same_noise": True},

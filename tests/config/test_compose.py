@@ -392,7 +392,7 @@ def test_cards_are_not_recipes(examples):
     assert (recipe.card.status, recipe.card.date, recipe.card.result) == ("toy", "2026-11-20", "none")
 
 
-@pytest.mark.parametrize("name", ["replica", "server", "sglang", "sglang_diffusion", "trainside"])
+@pytest.mark.parametrize("name", ["replica", "server", "sglang", "sglang_diffusion", "trainside", "vllm_omni"])
 def test_an_option_takes_the_place_of_the_blocks_that_it_has(name):
     """Keys of the block before are gone, and the command line is the origin of the new ones."""
     composed = compose("llm/quickstart", [f"rollout={name}"])

@@ -5,16 +5,18 @@ import re
 import shutil
 import sys
 import time
+from contextlib import nullcontext
 
 import pytest
 
-from unirl.config.errors import CheckpointError, ConfigError, DataError, UniRLError
+from unirl.config.errors import CheckpointError, ConfigError, DataError, IncompatibleError, UniRLError
 from unirl.config.load import load
 from unirl.config.recipe import RecipeConfig
 from unirl.config.recipe_files import find_recipe
 from unirl.config.targets import find_target
 from unirl.plan.compatibility import OTHER_MODALITY
 from unirl.plan.preflight import check_disk, data_notices, preflight
+from unirl.rollout.engine.sglang.engine import SGLangRolloutEngine
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
 
 RECIPE = "diffusion/sd3_trainside"
@@ -304,6 +306,48 @@ def test_a_trainer_must_name_its_track(target):
     with pytest.raises(ConfigError, match="is not a trainer that names its track") as refused:
         preflight(load(RECIPE, [f"trainer._target_={target}"]))
     assert refused.value.code == 2004
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "says"),
+    [
+        ("diffusion/sd3_sglang_replay_colocate", ["sampling.init_same_noise=true"], r"init_same_noise=false"),
+        ("diffusion/sd3_dancegrpo", ["rollout=sglang_diffusion"], "SGLang has no DanceSDEStrategy"),
+        (
+            "diffusion/sd3_mixgrpo_flash",
+            ["rollout=sglang_diffusion", "sampling.init_same_noise=false"],
+            r"sampling\.solver: SGLang takes Euler steps",
+        ),
+        (
+            "diffusion/sd3_trainside",
+            ["rollout=sglang_diffusion", "sampling.tail_fraction=0.5"],
+            "takes no noise levels",
+        ),
+        ("diffusion/wan21_t2v", ["rollout=sglang_diffusion"], "SGLangRolloutEngine is for image"),
+        ("diffusion/qwen_image_trainside", ["rollout=sglang_diffusion"], "has no family qwen_image"),
+    ],
+)
+def test_what_a_diffusion_server_cannot_sample_is_refused_before_it_starts(recipe, words, says):
+    with pytest.raises(IncompatibleError, match=says):
+        preflight(load(recipe, ["scale=toy", *words]))
+
+
+@pytest.mark.parametrize(
+    ("old_logp", "words", "says"),
+    [
+        ("native", ["algorithm.old_logp_source=rollout"], None),
+        ("replay", [], None),
+        ("replay", ["algorithm.old_logp_source=rollout"], r"Set algorithm\.old_logp_source=replay"),
+        ("none", [], "reports neither these nor what the trainer needs to compute them"),
+    ],
+)
+def test_the_origin_of_old_log_probs_is_checked_against_the_loss(monkeypatch, old_logp, words, says):
+    """One capability of the engine: it reports log-probs, or what a replay needs, or neither."""
+    capabilities = dataclasses.replace(SGLangRolloutEngine.capabilities, old_logp=old_logp)
+    monkeypatch.setattr(SGLangRolloutEngine, "capabilities", capabilities)
+    loaded = load("diffusion/sd3_sglang_replay_colocate", words)
+    with nullcontext() if says is None else pytest.raises(IncompatibleError, match=says):
+        preflight(loaded)
 
 
 @pytest.mark.parametrize(

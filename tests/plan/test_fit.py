@@ -244,6 +244,15 @@ def test_all_weights_of_80_billion_parameters_need_more_devices_or_adapters(caps
     assert fits(devices, "h200", capsys) and fits(adapters, "h200", capsys)
 
 
+def test_where_a_second_copy_of_the_weights_does_not_fit_the_engine_takes_the_trained_ones(capsys):
+    assert main(["plan", "unified_model/hi3_vllmomni", "--device", "h200"]) == 5
+    error = capsys.readouterr().err
+    assert "engine weights 151.45" in error and "sampling with the trained weights: 8 devices" in error
+    [words] = nearest(error)
+    assert "rollout=trainside" in words and "rollout.gather_weights=false" in words
+    assert fits(words, "h200", capsys)
+
+
 def test_where_nothing_near_fits_the_refusal_says_so(capsys):
     assert main(["plan", "unified_model/hi3_trainside", "--device", "4090"]) == 5
     error = capsys.readouterr().err

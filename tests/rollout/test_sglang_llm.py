@@ -368,7 +368,7 @@ def test_the_command_line_follows_from_settings_model_and_adapters(tmp_path) -> 
 
 
 def test_sglang_must_be_somewhere(tmp_path) -> None:
-    with pytest.raises(DependencyError, match=r"set rollout\.python_executable=sglang-env/bin/python"):
+    with pytest.raises(DependencyError, match=r"unirl engines install sglang\."):
         Served.at(tmp_path, program="sglang")
 
 

@@ -18,6 +18,7 @@ from tests.sync_ends import placed
 from unirl.config.errors import EngineError, IncompatibleError, SyncError
 from unirl.distributed.group.pool import open_pool
 from unirl.distributed.weight_sync.endpoints import WeightSender
+from unirl.distributed.weight_sync.fingerprint import fingerprints
 from unirl.distributed.weight_sync.sync import EngineSync
 from unirl.models.language.packing import prompts_of
 from unirl.models.qwen3.family import Qwen3Bundle, Qwen3Pipeline
@@ -152,7 +153,7 @@ def test_a_server_that_keeps_old_weights_is_caught(served, monkeypatch) -> None:
 
     def lying():
         right, server.sent = server.sent, stale
-        return ((name, right[name]) for name, _ in end())
+        return fingerprints((name, right[name]) for name in end())
 
     monkeypatch.setattr(server, "end_weights", lying)
     with pytest.raises(SyncError, match="every tensor arrived, but the forward of engine rank 0 differs"):

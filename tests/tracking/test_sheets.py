@@ -13,10 +13,12 @@ from PIL import Image
 from unirl.tracking.curve import Series, beside, nice_ticks, reward_curve
 from unirl.tracking.images import ImageMedia, pixels
 from unirl.tracking.lettering import lettering, width_of, wrap
-from unirl.tracking.samples import SampleRow, SampleTable, StepRewards
+from unirl.tracking.samples import REWRITE, SampleRow, SampleTable, StepRewards
 from unirl.tracking.sheets import (
     BACKGROUND,
+    CAPTION,
     HIGH,
+    LINE,
     LOW,
     TILE,
     before_after_sheet,
@@ -55,6 +57,25 @@ def test_every_sample_of_a_group_is_on_the_sheet_best_first():
         order = sorted(range(3), key=lambda s: boxes[3 * group + s][0])
         assert order == sorted(range(3), key=lambda s: -rewards[group][s])
     assert boxes[0][1] < boxes[3][1]
+
+
+def test_below_an_image_of_a_rewritten_prompt_stands_the_rewrite():
+    """Also on the side of a comparison on which a prompt was drawn as it is."""
+    plain = table([[0.5, 0.5]])
+    rows = [replace(row, facts={REWRITE: "a red circle"}) for row in plain.rows]
+    rewritten, half = replace(plain, rows=tuple(rows)), replace(plain, rows=(rows[0], plain.rows[1]))
+    sheet, bare = contact_sheet(rewritten, "t"), contact_sheet(plain, "t")
+    assert sheet.height == bare.height + LINE
+
+    def below(image, sample):
+        left, _, right, bottom = places(image, sample)
+        return np.asarray(image)[bottom + CAPTION : bottom + CAPTION + LINE, left:right]
+
+    for image in (sheet, contact_sheet(half, "t"), before_after_sheet(plain, rewritten, ("before", "after"), "t")):
+        assert all((below(image, sample) != BACKGROUND).any() for sample in (0, 1))
+    assert (below(bare, 0) == BACKGROUND).all()
+    long = replace(plain, rows=tuple(replace(row, facts={REWRITE: "word " * 99}) for row in rows))
+    assert contact_sheet(long, "t").size == sheet.size
 
 
 def test_sheet_has_a_light_margin_all_around():

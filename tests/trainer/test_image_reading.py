@@ -65,10 +65,7 @@ def test_the_samples_name_their_images(tmp_path: Path) -> None:
 
 
 def test_answers_without_images_are_a_mode_of_the_model_without_a_tower(tmp_path: Path) -> None:
-    model = "unirl.models.hunyuan_image3.family.HunyuanImage3"
-    plain = [f"bundle={{_target_: {model}Bundle, path: toy}}", f"pipeline={{_target_: {model}Pipeline}}"]
-    reward = LENGTH.replace("mc_exact_match.MC", "exact_match.")
-    rows = run(ANSWERS, tmp_path, *plain, reward, "data_source.data_path=datasets/arithmetic/train.jsonl")
+    rows = run("unified_model/hi3_t2t", tmp_path, LENGTH.replace("mc_exact_match.MC", "exact_match."))
     assert rows[0]["train/grad_norm"] > 0 and rows[0]["rollout/response_len_mean"] > 0
 
 

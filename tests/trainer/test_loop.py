@@ -89,8 +89,8 @@ def test_every_phase_counts_what_it_has_done_up_to_all_of_it(tmp_path, monkeypat
     with trainer_of(tmp_path, "num_rollouts=1") as trainer:
         beat = Heartbeat.beat
 
-        def noted(heartbeat: Heartbeat, *args: object) -> None:
-            beat(heartbeat, *args)
+        def noted(heartbeat: Heartbeat, *args: object, **named: object) -> None:
+            beat(heartbeat, *args, **named)
             counted.setdefault(trainer.pool.phase, {}).update(heartbeat.counted)
 
         monkeypatch.setattr(Heartbeat, "beat", noted)

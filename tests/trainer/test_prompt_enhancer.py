@@ -235,7 +235,7 @@ def test_a_toy_draws_rewrites_keeps_its_last_step_and_says_that_its_rewards_mean
     assert main(["train", RECIPE, *settings]) == 0
     assert metrics_of(run)[0]["diffusion/rollout/kept_prompt_ratio"] < 1
     page = (run / "samples/step-000001/samples.md").read_text()
-    assert "rewrite `" in page and REMARK in page.replace("Toy", "toy")
+    assert "Drawn from the rewrite:" in page and REMARK in page.replace("Toy", "toy")
     banner, _, summary = capfd.readouterr().err.partition(" step 1/1 ")
     assert f"note       {REMARK}" in banner and re.search(rf"^note +{REMARK}$", summary, re.MULTILINE)
     assert main(["runs", str(tmp_path)]) == 0

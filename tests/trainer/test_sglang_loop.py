@@ -10,6 +10,8 @@ import pytest
 
 from tests import fake_servers
 from tests.run_files import metrics_of
+from tests.source_tree import ROOT
+from tests.trainer.killing import Run
 from unirl.config.errors import EngineError, ParityError
 from unirl.config.load import load
 from unirl.plan.preflight import preflight
@@ -76,3 +78,16 @@ def test_exchanged_latents_stop_the_run_before_its_first_update(tmp_path) -> Non
     with fake_servers.sglang_diffusion("swap-rows") as url, pytest.raises(EngineError, match="noise of its seed"):
         run(tmp_path, f"rollout.url={url}", recipe=LATENTS)
     assert not (tmp_path / "metrics.jsonl").exists() or metrics_of(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_a_run_with_a_diffusion_server_that_is_killed_resumes_exactly(tmp_path, monkeypatch) -> None:
+    """kill -9 of the trainer after its first step. Its server ends with it, and the resumed run starts another one."""
+    monkeypatch.chdir(ROOT)
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    settings = ("scale=toy", "save_interval=1", "tracking.sample_steps=0", "evaluation.eval_steps=0")
+    training = Run(LATENTS[0], 3, settings)
+    wanted = training.finish(whole)
+    metrics = broken / "metrics.jsonl"
+    assert training.kill_once(broken, lambda: metrics.exists() and metrics.read_text().count("\n") >= 1)
+    assert training.finish(broken) == wanted

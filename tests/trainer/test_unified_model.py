@@ -178,7 +178,7 @@ def test_the_network_is_exported_once_and_images_show_their_text(finished, tmp_p
     rows = [json.loads(line) for line in (tmp_path / "drawn/manifest.jsonl").read_text().splitlines()]
     assert all(row["prompt"] == "a red circle" != row["rewrite"] for row in rows)
     page = (finished / "samples/step-000002/samples.md").read_text()
-    assert "rewrite" in page
+    assert "Drawn from the rewrite:" in page
 
 
 # Keys and refusals

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unirl.cli.arguments import parse_recipe, recipe_parser
+from unirl.cli.engine_install import environment_named
 from unirl.cli.env import installed, memory_gib
 from unirl.cli.start import shown_start
 from unirl.config.dependencies import check_ray_address
@@ -25,8 +26,14 @@ from unirl.config.failures import Session
 if TYPE_CHECKING:
     from unirl.config.recipe import RecipeConfig
     from unirl.plan.sizes import RecipeSizes
+    from unirl.rollout.engine.environments import EngineEnvironment
 
-EXAMPLES = ("unirl doctor", "unirl doctor diffusion/sd3_trainside num_devices=8", "unirl doctor --json")
+EXAMPLES = (
+    "unirl doctor",
+    "unirl doctor diffusion/sd3_trainside num_devices=8",
+    "unirl doctor --engine sglang",
+    "unirl doctor --json",
+)
 OLDEST_RAY = (2, 54)
 UNKNOWN = "not known"
 """The first words of a detail, if the check could neither confirm nor refuse."""
@@ -43,9 +50,12 @@ def run(argv: list[str], session: Session) -> int:
     parser = recipe_parser("doctor", about, EXAMPLES)
     parser.usage = "unirl doctor [RECIPE [key=value ...]] [options]"
     parser.option("--json", action="store_true", help="as JSON")
+    parser.option("--engine", metavar="NAME", help="also check the environment of an engine; `unirl engines list`")
     arguments = parse_recipe(parser, argv, default="")
     with shown_start(Session(), "checking"):
         checks = CHECKS | _device_checks()
+        if arguments.options.engine is not None:
+            checks |= _engine_checks(arguments.options.engine)
         if arguments.recipe:
             checks |= _recipe_checks(arguments.recipe, arguments.overrides)
         results = [_result(name, check) for name, check in checks.items()]
@@ -189,6 +199,31 @@ def _gpus() -> str:
     if nccl is None and num_accelerators() > 1:
         raise Unfit("this torch has no NCCL, without which several GPUs cannot train together. Install a CUDA build")
     return f"NCCL {nccl or 'absent'}, {peers}, expandable segments {segments}"
+
+
+def _engine_checks(name: str) -> dict[str, Callable[[], str]]:
+    """A line about the environment of an engine. Raises ArgumentError for an unknown name."""
+    return {f"engine {name}": partial(_engine, environment_named(name))}
+
+
+def _engine(environment: EngineEnvironment) -> str:
+    from unirl.rollout.engine.environments import described
+
+    python = environment.python_for(None)
+    found = described(python, environment)
+    if found.package is None:
+        raise Unfit(
+            f"{python} has no {environment.distribution}. Install it: unirl engines install {environment.name} --again"
+        )
+    if found.package != environment.version:
+        raise Unfit(
+            f"{environment.distribution} {found.package}, and the messages were compared with {environment.version}. "
+            f"Install that one: unirl engines install {environment.name} --again"
+        )
+    text = f"{environment.distribution} {found.package}, Python {found.python}, torch {found.torch} in {python}"
+    if found.gpus == 0:
+        raise Unfit(f"{text}, which sees no GPU. The server needs one, and a driver that this torch can use")
+    return f"{text}; {found.gpus} GPU"
 
 
 def _recipe_checks(name: str, overrides: Sequence[str]) -> dict[str, Callable[[], str]]:

@@ -1,13 +1,15 @@
-"""`unirl engines fake`: serves a small model with the messages of a rollout engine, without its packages."""
+"""`unirl engines`: their environments, and servers that speak the messages of an engine without its packages."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from unirl.cli.arguments import Parser, run_verb
+from unirl.cli.engine_install import INSTALL_EXAMPLES, LIST_EXAMPLES, install, show
 from unirl.config.errors import AddressError, InvalidValueError
 from unirl.config.failures import Session
 
 if TYPE_CHECKING:
+    from unirl.rollout.engine.vllm_omni.program.wire import WireServer
     from unirl.testing.conformance.http_server import JsonServer
     from unirl.types.protocols import DtypeName
 
@@ -16,13 +18,15 @@ EXAMPLES = (
     "unirl engines fake --engine sglang_llm --path quickstart --port 0 --fault half-answer",
     "unirl engines fake --engine sglang_llm --path toy --port 30000 -- --enable-deterministic-inference",
     "unirl engines fake --engine sglang --path toy --port 30000 --fault other-sigmas",
+    "unirl engines fake --engine vllm_omni --path toy --port 30000 --fault list",
 )
 DTYPES: "Mapping[str, DtypeName]" = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-ENGINES = ("sglang_llm", "sglang")
+ENGINES = ("sglang_llm", "sglang", "vllm_omni")
 
 
 def run(argv: list[str], session: Session) -> int:
-    return run_verb("engines", argv, {"fake": fake}, EXAMPLES)
+    examples = (*LIST_EXAMPLES, *INSTALL_EXAMPLES, *EXAMPLES)
+    return run_verb("engines", argv, {"list": show, "install": install, "fake": fake}, examples)
 
 
 def fake(argv: Sequence[str]) -> int:
@@ -57,12 +61,16 @@ def fake(argv: Sequence[str]) -> int:
     return 0
 
 
-def fake_server(engine: str) -> "Callable[[str, int, DtypeName, Sequence[str], str | None], JsonServer]":
+def fake_server(engine: str) -> "Callable[[str, int, DtypeName, Sequence[str], str | None], JsonServer | WireServer]":
     """The function that makes the fake server of an engine. It imports the models that the server needs."""
     if engine == "sglang":
         from unirl.testing.conformance.sglang import fake_sglang_diffusion
 
         return fake_sglang_diffusion
+    if engine == "vllm_omni":
+        from unirl.testing.conformance.vllm_omni import fake_vllm_omni
+
+        return fake_vllm_omni
     from unirl.testing.conformance.sglang_llm import fake_sglang
 
     return fake_sglang

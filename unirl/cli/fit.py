@@ -14,11 +14,11 @@ from unirl.config.errors import ConfigError, IncompatibleError, InvalidValueErro
 from unirl.config.failures import Session
 from unirl.config.load import Recipe
 from unirl.config.merge import leaves
-from unirl.plan.alternatives import Alternative, alternatives
+from unirl.plan.alternatives import FittingRecipe, alternatives
 from unirl.plan.devices import Device, device_named
 from unirl.plan.fit import FASTER, RUNGS, Saving, usable
 from unirl.plan.fit_together import (
-    Choice,
+    PolicySettings,
     JointFit,
     PolicyRuns,
     free_rungs,
@@ -86,7 +86,7 @@ class FitReport:
     kept: Sequence[KeptSetting]
     savings: Sequence[Saving]
     """If nothing fits: what saves memory."""
-    alternatives: Sequence[Alternative]
+    alternatives: Sequence[FittingRecipe]
     """If nothing fits: the nearest recipes that do."""
 
     def text(self, about_device: str) -> str:
@@ -113,7 +113,7 @@ class FitReport:
             "alternatives": [each.facts() for each in self.alternatives],
         }
 
-    def _choice_facts(self, choice: Choice | None) -> dict[str, object] | None:
+    def _choice_facts(self, choice: PolicySettings | None) -> dict[str, object] | None:
         if choice is None:
             return None
         return {
@@ -126,7 +126,7 @@ class FitReport:
             "largest": dict(choice.items),
         }
 
-    def _best(self, best: Choice) -> Iterator[str]:
+    def _best(self, best: PolicySettings) -> Iterator[str]:
         yield f"fastest    {self._command(best)}"
         rate = self.num_samples / best.seconds
         yield (
@@ -162,11 +162,11 @@ class FitReport:
                 outcome = f"a step would take {seconds:.4g} s with {word}"
             yield f"kept       {kept.key}, as typed; {outcome}"
 
-    def _command(self, choice: Choice) -> str:
+    def _command(self, choice: PolicySettings) -> str:
         """The command line with these settings."""
         return shlex.join(["unirl", "train", self.recipe, *self.words, *choice.words()])
 
-    def _excess(self, choice: Choice) -> str:
+    def _excess(self, choice: PolicySettings) -> str:
         """The peak of a choice, its excess over the memory, and the largest items at that moment."""
         return (
             f"its peak is {choice.peak_gib:,.1f} GiB ({choice.at}), "
@@ -209,7 +209,7 @@ def report_of(recipe: str, words: Sequence[str], device: Device, memory_gib: flo
     )
 
 
-def alternative_lines(found: Sequence[Alternative]) -> Iterator[str]:
+def alternative_lines(found: Sequence[FittingRecipe]) -> Iterator[str]:
     """The nearest recipes that fit, for people."""
     if not found:
         yield "nearest    nothing near fits: use larger devices, or smaller samples"

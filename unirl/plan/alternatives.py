@@ -1,4 +1,7 @@
-"""The nearest recipes that fit, where one does not: other settings, more devices, adapters, or fewer prompts."""
+"""The nearest recipes that fit, where one does not.
+
+They have other settings, sample with the trained weights, or have more devices, adapters or fewer prompts.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from dataclasses import dataclass
 from unirl.config.errors import ConfigError
 from unirl.config.load import Recipe, load
 from unirl.plan.devices import Device
-from unirl.plan.fit_together import Choice, free_rungs, policy_runs, search_together
+from unirl.plan.fit_together import PolicySettings, free_rungs, policy_runs, search_together
+from unirl.plan.placement import plan_of
 from unirl.plan.preflight import preflight
 
 MORE_DEVICES = (2, 4, 8)
@@ -19,7 +23,7 @@ FEWER_PROMPTS = (2, 4, 8)
 
 
 @dataclass(frozen=True)
-class Alternative:
+class FittingRecipe:
     """A recipe that fits, by its plan."""
 
     what: str
@@ -28,7 +32,7 @@ class Alternative:
     words: tuple[str, ...]
     """The settings of its command line."""
     num_devices: int
-    choice: Choice
+    choice: PolicySettings
 
     @property
     def command(self) -> str:
@@ -55,20 +59,24 @@ class Alternative:
         }
 
 
-def alternatives(recipe: str, words: Sequence[str], device: Device, memory_gib: float) -> list[Alternative]:
+def alternatives(recipe: str, words: Sequence[str], device: Device, memory_gib: float) -> list[FittingRecipe]:
     """What fits on devices with so much memory, the nearest first.
 
-    Settings that change results by rounding alone are tried first. Only if they do not suffice, other recipes are: the
-    fewest devices that do, adapters, and the most prompts. All may change the settings of the command line.
+    Settings that change results by rounding alone are tried first. Only if they do not suffice, other recipes are: an
+    engine without a copy of the weights, the fewest devices that do, adapters, and the most prompts. All may change the
+    settings of the command line.
     """
     own = load(recipe, words)
     alone = _fitting(recipe, words, [[]], "other settings", device, memory_gib)
     if alone is not None:
         return [alone]
-    adapters, prompts = _adapters(own), own.config.batch_size
+    borrowed, adapters, prompts = _borrowed(own), _adapters(own), own.config.batch_size
     more = list(_more_devices(own))
     fewer = [[f"batch_size={prompts // part}"] for part in FEWER_PROMPTS if prompts % part == 0]
     tried = [
+        _fitting(
+            recipe, words, [borrowed] if borrowed else [], "sampling with the trained weights", device, memory_gib
+        ),
         _fitting(recipe, words, more, "more devices", device, memory_gib),
         _fitting(recipe, words, [adapters] if adapters else [], "adapters", device, memory_gib),
         _fitting(recipe, words, fewer, "fewer prompts", device, memory_gib),
@@ -89,6 +97,12 @@ def _more_devices(own: Recipe) -> Iterator[list[str]]:
         yield [devices, f"batch_size={own.config.batch_size * factor}"]
 
 
+def _borrowed(own: Recipe) -> list[str]:
+    """The words with which engines that have a copy of the weights sample with the trained ones."""
+    paths = {policy.rollout.path for policy in own.policies.values() if plan_of(policy).is_dedicated}
+    return [f"{path}=trainside" for path in sorted(paths)]
+
+
 def _adapters(own: Recipe) -> list[str]:
     """The words that train adapters where all weights are trained."""
     blocks = {
@@ -99,7 +113,7 @@ def _adapters(own: Recipe) -> list[str]:
 
 def _fitting(
     recipe: str, words: Sequence[str], tries: Sequence[Sequence[str]], what: str, device: Device, memory_gib: float
-) -> Alternative | None:
+) -> FittingRecipe | None:
     """The first of some additions to the command line with which the recipe is legal and fits."""
     for added in tries:
         together = with_words(words, added)
@@ -114,7 +128,7 @@ def _fitting(
         best = search_together(policies, device, memory_gib, free_rungs(policies, ())).best
         if best is not None:
             final = with_words(together, best.words())
-            return Alternative(what, recipe, tuple(final), changed.config.num_devices, best)
+            return FittingRecipe(what, recipe, tuple(final), changed.config.num_devices, best)
     return None
 
 

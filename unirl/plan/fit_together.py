@@ -88,7 +88,7 @@ def policy_runs(recipe: Recipe, device: Device, memory_gib: float) -> dict[str, 
 
 
 @dataclass(frozen=True)
-class Choice:
+class PolicySettings:
     """Settings of all policies, and what the cost model says about them."""
 
     policies: Mapping[str, PolicyRuns]
@@ -145,9 +145,9 @@ class Choice:
 class JointFit:
     """The outcome of a search over the settings of all policies. See `Fit`."""
 
-    best: Choice | None
-    smallest: Choice
-    next_faster: Choice | None
+    best: PolicySettings | None
+    smallest: PolicySettings
+    next_faster: PolicySettings | None
 
 
 Free = Mapping[str, Sequence[Rung]]
@@ -162,10 +162,12 @@ def search_together(policies: Mapping[str, PolicyRuns], device: Device, memory_g
         runs = {name: each.policy for name, each in placed.items()}
         least = {name: fit.smallest for name, fit in fits.items()}
         fitting = {name: fit.best for name, fit in fits.items() if fit.best is not None}
-        smallest.append(Choice(runs, least))
+        smallest.append(PolicySettings(runs, least))
         if len(fitting) == len(fits):
-            best.append(Choice(runs, fitting))
-        faster.append(Choice(runs, least | fitting | {n: f.next_faster for n, f in fits.items() if f.next_faster}))
+            best.append(PolicySettings(runs, fitting))
+        faster.append(
+            PolicySettings(runs, least | fitting | {n: f.next_faster for n, f in fits.items() if f.next_faster})
+        )
     least_memory = min(smallest, key=lambda each: (each.peak_gib, each.num_changes, each.seconds))
     if not best:
         return JointFit(None, least_memory, None)

@@ -75,6 +75,15 @@ class KnownModel(Protocol):
 
 
 @runtime_checkable
+class RestrictedEngine(Protocol):
+    """An engine class that can refuse a model or sampling settings without being built."""
+
+    def check_recipe(self, facts: ModelFacts, sampling: Sampling) -> None:
+        """Raises IncompatibleError, naming the key. A method of the class."""
+        ...
+
+
+@runtime_checkable
 class Estimated(Protocol):
     """A bundle class that can say the sizes of a model without loading it."""
 
@@ -389,6 +398,9 @@ def check_model(config: RecipeConfig, variable: str | None) -> None:
         for where, settings in (("", sampling), ("in evaluations, ", evaluation), *sized):
             with refusing(InvalidValueError, where):
                 facts.check(settings)
+        engine = config.rollout.schema.owner
+        if isinstance(engine, RestrictedEngine):
+            engine.check_recipe(facts, sampling)
 
 
 def check_adapted(config: RecipeConfig) -> None:

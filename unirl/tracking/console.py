@@ -308,7 +308,8 @@ class Console:
                 self._panel_of_step = self._panel(step, metrics, eta)
                 self._show(self._panel_of_step)
             else:
-                for line in step_lines(clock, step, self.total_steps, metrics, eta, self._rich.width):
+                width = self._rich.width - (2 if self._substitutes else 0)  # a line has two spreads, "+-" in ASCII
+                for line in step_lines(clock, step, self.total_steps, metrics, eta, width):
                     self._rich.print(self._text(line))
             self._written = time.monotonic()
 

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from unirl.tracking.lettering import Colour, draw_text, width_of, wrap
-from unirl.tracking.samples import Gallery, Media, SampleTable, Sides, direction, pairs_of
+from unirl.tracking.samples import REWRITE, Gallery, Media, SampleRow, SampleTable, Sides, direction, pairs_of
 
 BACKGROUND = (250, 250, 247)
 INK = (32, 36, 43)
@@ -30,6 +30,8 @@ GAP = 10
 MARGIN = 36
 LABEL = 210
 CAPTION = 24
+LINE = 18
+"""Height of each further line below a tile."""
 BAR = 4
 BELOW = 36
 """Empty pixels below a prompt."""
@@ -108,13 +110,17 @@ class Sheet:
             y += size + 5
         return y
 
-    def tile(self, box: Rectangle, image: np.ndarray, caption: str, level: float) -> None:
-        """Draws one image [H, W, 3]. Below it are its reward as text and a bar whose length and colour show `level`."""
+    def tile(self, box: Rectangle, image: np.ndarray, captions: Sequence[str], level: float) -> None:
+        """Draws one image [H, W, 3]. Below it are a bar whose length and colour show `level`, and lines of text."""
         self.image.paste(fit(image, box.width, box.height), (box.x, box.y))
         y = box.y + box.height + 2
         self.draw.rectangle([box.x, y, box.x + box.width - 1, y + BAR - 1], fill=RULE)
         self.draw.rectangle([box.x, y, box.x + max(round((box.width - 1) * level), 1), y + BAR - 1], fill=shade(level))
-        self.text(box.x + box.width // 2, y + BAR + 3, caption, SMALL_SIZE, MUTED, anchor="ma")
+        for number, caption in enumerate(captions):
+            below = y + BAR + 3 + number * LINE
+            self.text(
+                box.x + box.width // 2, below, wrap(caption, box.width, SMALL_SIZE, 1)[0], SMALL_SIZE, MUTED, "ma"
+            )
 
 
 @dataclass(frozen=True)
@@ -137,6 +143,23 @@ class Block:
     rows: tuple[Sequence[int], ...]
 
 
+@dataclass(frozen=True)
+class Grid:
+    """How the tiles of a sheet are laid out and captioned."""
+
+    columns: int
+    """Tiles of a block that are side by side, on each side."""
+    row_height: int
+    bounds: tuple[float, float]
+    """The smallest and largest reward of the sheet."""
+    has_rewrites: bool
+    """Below each image stands the prompt that it was drawn from, which is not the prompt of its block."""
+
+    def captions(self, row: SampleRow) -> list[str]:
+        """The lines below an image."""
+        return [f"{row.reward:.2f}", *([str(row.facts.get(REWRITE, row.prompt))] if self.has_rewrites else [])]
+
+
 def contact_sheet(table: SampleTable[TiledMedia], title: str) -> Image.Image:
     """Samples by prompt with its mean reward beside them; prompts, and the samples of each, highest reward first."""
     groups = table.best_groups()
@@ -146,7 +169,7 @@ def contact_sheet(table: SampleTable[TiledMedia], title: str) -> Image.Image:
     means = [f"mean {group.mean_reward:.2f}" if len(group.rows) > 1 else "" for group in shown]
     blocks = [Block(group.prompt, mean, MUTED, (group.best_first(),)) for group, mean in zip(shown, means, strict=True)]
     more = f", {len(shown)} of {len(groups)} prompts shown" if len(shown) < len(groups) else ""
-    summary = f"{table.reward_text()}; highest first{more}{_also(tiles.about)}{_also(table.remark)}"
+    summary = f"{table.reward_text()}; highest first{more}{_about(table, tiles)}"
     return _sheet([Side(table, tiles)], blocks, columns, (title, summary))
 
 
@@ -176,7 +199,7 @@ def before_after_sheet(
     ]
     change = f"mean reward {before.mean_reward:.3f} to {after.mean_reward:.3f}"
     more = f", {count} of {len(every)} prompts shown" if count < len(every) else ""
-    summary = f"evaluation prompts, same noise{more}; {change}{_also(sides[1].tiles.about)}{_also(after.remark)}"
+    summary = f"evaluation prompts, same noise{more}; {change}{_about(after, sides[1].tiles)}"
     return _sheet(sides, blocks, min(shown, max(across, 1)), (title, summary))
 
 
@@ -205,10 +228,13 @@ def _sheet(sides: Sequence[Side], blocks: Sequence[Block], columns: int, titles:
         columns: tiles of a block that are side by side, on each side.
     """
     size = _widest(sides)
+    has_rewrites = any(REWRITE in row.facts for side in sides for row in side.table.rows)
+    row_height = size.height + BAR + CAPTION + GAP + 8 + (LINE if has_rewrites else 0)
+    grid = Grid(columns, row_height, _reward_bounds(sides), has_rewrites)
     half = columns * (size.width + GAP) - GAP
     lefts = [LABEL + number * (half + 3 * GAP) for number in range(len(sides))]
     pitch = lefts[-1] + half + BETWEEN
-    heights = [_row_height(size) * -(-max(map(len, block.rows)) // columns) for block in blocks]
+    heights = [row_height * -(-max(map(len, block.rows)) // columns) for block in blocks]
     across = min(-(-sum(heights) // PAGE), max((PAGE + BETWEEN) // pitch, 1), len(blocks))
     bands = [range(len(blocks))[start : start + across] for start in range(0, len(blocks), across)]
     tops = list(accumulate((max(heights[i] for i in band) for band in bands), initial=TOP + HEADING * (len(sides) > 1)))
@@ -217,23 +243,18 @@ def _sheet(sides: Sequence[Side], blocks: Sequence[Block], columns: int, titles:
         for x in range(MARGIN, MARGIN + across * pitch, pitch):
             for left, side in zip(lefts, sides, strict=True):
                 _heading(sheet, Rectangle(x + left, tops[0] - HEADING + 4, half, HEADING), side)
-    bounds = _reward_bounds(sides)
     for band, y in zip(bands, tops, strict=False):
         sheet.draw.line([(MARGIN, y - 9), (sheet.image.width - MARGIN, y - 9)], fill=RULE, width=1)
         for x, i in zip(count(MARGIN, pitch), band, strict=False):
             bottom = sheet.wrapped(Rectangle(x, y, LABEL - 14, heights[i] - BELOW), blocks[i].prompt, TEXT_SIZE)
             sheet.text(x, bottom + 2, blocks[i].means, SMALL_SIZE, blocks[i].colour)
             for left, side, rows in zip(lefts, sides, blocks[i].rows, strict=True):
-                _draw(sheet, side, rows, (x + left, y), columns, bounds)
+                _draw(sheet, side, rows, (x + left, y), grid)
     return sheet.image
 
 
 def _widest(sides: Sequence[Side]) -> Tiles:
     return max((side.tiles for side in sides), key=lambda tiles: tiles.width)
-
-
-def _row_height(tiles: Tiles) -> int:
-    return tiles.height + BAR + CAPTION + GAP + 8
 
 
 def _reward_bounds(sides: Sequence[Side]) -> tuple[float, float]:
@@ -243,18 +264,16 @@ def _reward_bounds(sides: Sequence[Side]) -> tuple[float, float]:
     return (0.0, 1.0) if low >= 0 and high <= 1 else (low, high)
 
 
-def _draw(
-    sheet: Sheet, side: Side, rows: Sequence[int], at: tuple[int, int], columns: int, bounds: tuple[float, float]
-) -> None:
-    """Draws tiles from `at` to the right, then below; `bounds` are the smallest and largest reward of the sheet."""
-    low, high = bounds
+def _draw(sheet: Sheet, side: Side, rows: Sequence[int], at: tuple[int, int], grid: Grid) -> None:
+    """Draws tiles from `at` to the right, then below."""
+    low, high = grid.bounds
     tiles = side.tiles
     for number, row in enumerate(rows):
-        down, right = divmod(number, columns)
-        x, y = at[0] + right * (tiles.width + GAP), at[1] + down * _row_height(tiles)
-        reward = side.table.rows[row].reward
-        level = (reward - low) / (high - low) if high > low else 1.0
-        sheet.tile(Rectangle(x, y, tiles.width, tiles.height), tiles.images[row], f"{reward:.2f}", level)
+        down, right = divmod(number, grid.columns)
+        x, y = at[0] + right * (tiles.width + GAP), at[1] + down * grid.row_height
+        sample = side.table.rows[row]
+        level = (sample.reward - low) / (high - low) if high > low else 1.0
+        sheet.tile(Rectangle(x, y, tiles.width, tiles.height), tiles.images[row], grid.captions(sample), level)
 
 
 def _heading(sheet: Sheet, box: Rectangle, side: Side) -> None:
@@ -268,8 +287,10 @@ def _heading(sheet: Sheet, box: Rectangle, side: Side) -> None:
         sheet.text(box.x, box.y + 11, text, SMALL_SIZE, MUTED)
 
 
-def _also(about: str) -> str:
-    return f"; {about}" if about else ""
+def _about(table: SampleTable[TiledMedia], tiles: Tiles) -> str:
+    rewrites = "below each reward: the rewrite that was drawn"
+    has_rewrites = any(REWRITE in row.facts for row in table.rows)
+    return "".join(f"; {text}" for text in (tiles.about, rewrites if has_rewrites else "", table.remark) if text)
 
 
 def tile_size(images: np.ndarray) -> tuple[int, int]:

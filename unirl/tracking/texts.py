@@ -16,6 +16,7 @@ from typing import ClassVar, Self
 from unirl.tracking.console import printable
 from unirl.tracking.mirrors import Mirrors
 from unirl.tracking.samples import (
+    REWRITE,
     Fact,
     Gallery,
     Media,
@@ -36,6 +37,8 @@ MAX_GROUPS = 64
 MAX_PER_GROUP = 16
 MAX_PAIRS = 4
 """Samples per prompt on a before/after page."""
+LONGEST_REWRITE = 600
+"""Characters that a page shows of the rewrite from which an image was drawn."""
 LONGEST_PATH = 500
 """Characters that a page shows of the path of an image."""
 MIRRORED_CHARACTERS = 50_000
@@ -172,9 +175,12 @@ def _sample(row: SampleRow, name: str, shown: str) -> str:
     facts = [inline(row.sample_id)]
     facts += [] if row.advantage is None else [f"advantage {row.advantage:+.3f}"]
     facts += [] if row.weight else ["not trained"]
-    facts += [_fact_text(name, fact) for name, fact in sorted(row.facts.items())]
+    facts += [_fact_text(name, fact) for name, fact in sorted(row.facts.items()) if name != REWRITE]
     facts += [f"{inline(name)} {score:.3f}" for name, score in row.rewards.items()]
-    return f"### {name}: reward {row.reward:.3f}\n\n{', '.join(facts)}\n\n{shown}"
+    drawn = (
+        f"Drawn from the rewrite:\n\n{block(str(row.facts[REWRITE]), LONGEST_REWRITE)}" if REWRITE in row.facts else ""
+    )
+    return f"### {name}: reward {row.reward:.3f}\n\n{', '.join(facts)}\n\n{drawn}{shown}"
 
 
 def _fact_text(name: str, fact: Fact) -> str:

@@ -3,7 +3,7 @@
     gradient_norm   f_t = w_t m / |g_t|     m = sum of w_t |g_t| / sum of w_t
     uncertainty     f_t = w_t / s_t         s_t = running root mean square of the loss over its elements
 
-w_t is the loss weight of track t, g_t the gradient of its mean loss. docs/unified_models.md has the derivation.
+w_t is the loss weight of track t, g_t the gradient of its mean loss. docs/unified_models_balance.md has the derivation.
 """
 
 from __future__ import annotations

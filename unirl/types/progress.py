@@ -34,7 +34,9 @@ class Counted:
     def __str__(self) -> str:
         """`12/20 (3.1/s)`. The first item has no rate: other work came before it."""
         seconds = self.at - self.since
-        return f"{self.done}/{self.total}" + (f" ({self.in_all / seconds:.3g}/s)" if seconds > 0 else "")
+        rate = self.in_all / max(seconds, 1e-9)
+        form = ".0f" if rate >= 100 else ".3g"
+        return f"{self.done}/{self.total}" + (f" ({rate:{form}}/s)" if seconds > 0 else "")
 
 
 class Heartbeat:

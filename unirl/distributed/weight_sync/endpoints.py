@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from unirl.distributed.weight_sync.base import (
     Weights,
 )
 from unirl.distributed.weight_sync.buckets import Bucket, BucketEntry, filled, plan_buckets
-from unirl.distributed.weight_sync.fingerprint import PendingFingerprints, fingerprints
+from unirl.distributed.weight_sync.fingerprint import Fingerprint, PendingFingerprints, fingerprints
 from unirl.distributed.weight_sync.routes import ColocatedEngine, SendBuckets, WeightRoute
 from unirl.types.batch import Batch
 from unirl.types.fp8 import Fp8Linear, packed, quantized
@@ -242,11 +242,12 @@ class WeightReceiver:
             (name, layers[name].stored_bytes() if name in layers else self.network.get_parameter(name))
             for name in self.layout.tensors
         )
-        return self._report(held)
+        return self._report(fingerprints(held))
 
-    def _report(self, held: Iterable[tuple[str, Tensor]]) -> Arrival:
-        """The report on the last transfer, given the tensors that are held now."""
-        return Arrival(current().rank, self.version, self.weights, tuple(self.received), fingerprints(held))
+    def _report(self, held: Mapping[str, Fingerprint], is_read_back: bool = True) -> Arrival:
+        """The report on the last transfer, given the fingerprints of the tensors that are held now."""
+        received = tuple(self.received)
+        return Arrival(current().rank, self.version, self.weights, received, dict(held), is_read_back=is_read_back)
 
 
 class WeightForwarder(WeightReceiver):
@@ -272,11 +273,8 @@ class WeightForwarder(WeightReceiver):
         self._bucket[name] = values.to(self.network.get_parameter(name).dtype)
         self._forwarded.add(name, self._bucket[name])
 
-    def arrival_of(self, held: Iterable[tuple[str, Tensor]] | None) -> Arrival:
-        """The report on the last transfer, given the tensors that the server holds. None: it cannot be asked."""
+    def arrival_of(self, held: Mapping[str, Fingerprint] | None) -> Arrival:
+        """The report on the last transfer, given what the server holds. None: it cannot be asked."""
         if held is not None:
             return self._report(held)
-        received = tuple(self.received)
-        return Arrival(
-            current().rank, self.version, self.weights, received, self._forwarded.result(), is_read_back=False
-        )
+        return self._report(self._forwarded.result(), is_read_back=False)

@@ -106,8 +106,7 @@ class SharedBufferRoute(WeightRoute):
     def open_sender(self, engine_in_process: ColocatedEngine | None) -> SendBuckets:
         """Open the sender's end. Returns when the engine has opened the buffer."""
         headers, device = self._headers(current().rank), current().device
-        share = _share_file if device.type == "cpu" else _share_cuda
-        buffer, handle = share(max((plan.num_bytes for plan in self.plans), default=0), device)
+        buffer, handle = share_buffer(max((plan.num_bytes for plan in self.plans), default=0), device)
         try:
             headers.tell("handle", handle)
             headers.hear("open", "an engine to open the shared buffer")
@@ -120,7 +119,6 @@ class SharedBufferRoute(WeightRoute):
         """Open the engine's end. Returns when the buffer is open."""
         headers = self._headers(rank)
         handle = headers.hear("handle", "the handle of the shared buffer")
-        open_buffer = _open_file if "path" in handle else _open_cuda
         buffer = open_buffer(handle, current().device)
         headers.tell("open", {})
         return SharedBuffer(buffer, headers).receive
@@ -152,6 +150,19 @@ class SharedBuffer:
             yield bucket
             synchronize(self.data.device)
             self.headers.tell(self.headers.receipt_key(bucket), {})
+
+
+def share_buffer(size: int, device: torch.device) -> tuple[Tensor, Header]:
+    """A buffer [size] uint8 that another process on this machine can open with the handle, which may be JSON.
+
+    CUDA IPC on a GPU. On a CPU a file in shared memory, whose path is to be removed once the other process has it open.
+    """
+    return (_share_file if device.type == "cpu" else _share_cuda)(size, device)
+
+
+def open_buffer(handle: Header, device: torch.device) -> Tensor:
+    """The buffer of another process, by its handle. On a GPU it must be the same device."""
+    return (_open_file if "path" in handle else _open_cuda)(handle, device)
 
 
 def _share_file(size: int, device: torch.device) -> tuple[Tensor, Header]:

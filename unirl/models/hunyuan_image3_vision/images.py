@@ -29,7 +29,7 @@ from unirl.models.hunyuan_image3.vae import ImageVAE
 from unirl.models.hunyuan_image3_vision.network import CLEAN_TIMESTEP, FEATURE, LATENT
 from unirl.types.batch import bounds_of
 from unirl.types.conditions import EncodedImages, PackedVectors, Span
-from unirl.types.device import CPU
+from unirl.types.device import to_device, to_host
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -88,15 +88,17 @@ class ImageReader:
         pixels = pixels_of(covering(image, self.size_of(ratio)))
         weight = next(self.tower.parameters())
         batch = self.processor(images=[image], return_tensors="pt")
+        patches, mask, shapes = (
+            to_device(batch[name], weight.device) for name in ("pixel_values", "pixel_attention_mask", "spatial_shapes")
+        )
         with torch.no_grad():
-            latents = self.vae.encode(pixels[None].to(weight.device))[0]
-            states = self.tower(
-                pixel_values=batch["pixel_values"].to(weight),
-                pixel_attention_mask=batch["pixel_attention_mask"].to(weight.device),
-                spatial_shapes=batch["spatial_shapes"].to(weight.device),
+            [latents] = self.vae.encode(to_device(pixels[None], weight.device))
+            [states] = self.tower(
+                pixel_values=patches.to(weight.dtype), pixel_attention_mask=mask, spatial_shapes=shapes
             ).last_hidden_state
+        latents, states = to_host([latents, states])
         rows, columns = batch["spatial_shapes"][0].tolist()
-        return EncodedImage(latents.to(CPU), states[0].to(CPU), (rows, columns), ratio, digest_of(image))
+        return EncodedImage(latents, states, (rows, columns), ratio, digest_of(image))
 
     def size_of(self, ratio: int) -> Size:
         """Height and width for the VAE: those of the model times `size` / its base, in multiples of a latent."""

@@ -33,7 +33,11 @@ LATENTS: Mapping[str, str] = {
     "fewer-rows": "answers with no sample",
     "version-skew": "has other weights from the fifth sample on, as if another program had sent them",
 }
-FAULTS: Mapping[str, Mapping[str, str]] = {"sglang_llm": {**COMMON, **TOKENS}, "sglang": {**COMMON, **LATENTS}}
+FAULTS: Mapping[str, Mapping[str, str]] = {
+    "sglang_llm": {**COMMON, **TOKENS},
+    "sglang": {**COMMON, **LATENTS},
+    "vllm_omni": {**COMMON, **LATENTS},
+}
 """Engine to the names of the faults of its fake server, and what the server does."""
 
 

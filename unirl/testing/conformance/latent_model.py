@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,18 +12,26 @@ import torch
 from torch import Tensor
 
 from unirl.config.errors import NotFoundError
+from unirl.models.denoising.bundle import DiffusersBundle
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline
 from unirl.models.flux2_klein.family import Flux2KleinBundle, Flux2KleinPipeline
+from unirl.models.hunyuan_video15.family import HunyuanVideo15Bundle, HunyuanVideo15Pipeline
 from unirl.models.loading.hub import read_json
 from unirl.models.loading.lora import inject_lora
 from unirl.models.sd3.family import SD3Bundle, SD3Pipeline
 from unirl.rollout.engine.serving.payloads import bytes_of
-from unirl.rollout.engine.sglang.families import FAMILIES
+from unirl.rollout.engine.sglang.families import FAMILIES, ServedFamily
 from unirl.rollout.engine.sglang.messages import tensor_hash
 from unirl.testing.conformance.token_model import adapter_parameter
 from unirl.types.facts import LoraSpec
 from unirl.types.protocols import DtypeName
 from unirl.types.sampling import DiffusionSamplingParams
+
+SERVED: Sequence[tuple[type[DiffusersBundle], type[DiffusersPipeline[Any]]]] = (
+    (SD3Bundle, SD3Pipeline),
+    (Flux2KleinBundle, Flux2KleinPipeline),
+    (HunyuanVideo15Bundle, HunyuanVideo15Pipeline),
+)
 
 
 def pipeline_of(path: str, dtype: DtypeName) -> DiffusersPipeline[Any]:
@@ -34,10 +42,9 @@ def pipeline_of(path: str, dtype: DtypeName) -> DiffusersPipeline[Any]:
     if not index.is_file():
         raise NotFoundError(f"--path {path}: there is no {index}. Give toy, or the directory of a model of diffusers")
     kind = read_json(index)["_class_name"]
-    if kind == SD3Bundle.family.pipeline:
-        return SD3Pipeline(SD3Bundle(path=path, dtype=dtype))
-    if kind == Flux2KleinBundle.family.pipeline:
-        return Flux2KleinPipeline(Flux2KleinBundle(path=path, dtype=dtype))
+    for bundle, pipeline in SERVED:
+        if kind == bundle.family.pipeline:
+            return pipeline(bundle(path=path, dtype=dtype))
     raise NotFoundError(f"--path {path}: there is no fake server for {kind}")
 
 
@@ -56,11 +63,15 @@ class LatentModel:
 
     def __init__(self, pipeline: DiffusersPipeline[Any]) -> None:
         self.pipeline = pipeline
-        self.family = FAMILIES[pipeline.facts.family]
         self.network: Any = pipeline.bundle.trainable().eval().requires_grad_(False)
         self.has_adapters = False
         self.sign = 1.0
         """A factor of the velocity. -1 is another model."""
+
+    @property
+    def family(self) -> ServedFamily:
+        """The family as SGLang serves it."""
+        return FAMILIES[self.pipeline.facts.family]
 
     @torch.no_grad()
     def sample(self, prompt: str, params: DiffusionSamplingParams, seed: int | None) -> SampledTrajectory:

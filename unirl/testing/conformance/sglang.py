@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import torch
@@ -41,6 +41,7 @@ SHOWN_NAMES = 5
 """Names that a message lists."""
 KERNEL_CLASSES: Mapping[str, Callable[..., Kernel]] = {name: kind for kind, name in KERNELS.items()}
 Body = dict[str, Any]
+SampledT = TypeVar("SampledT")
 
 
 class RequestRefused(Exception):
@@ -62,7 +63,7 @@ class FakeSGLangDiffusion:
         self.counter = itertools.count(1)
         self.num_updates = 0
         self.is_asleep = False
-        self.exchange = LatentExchange()
+        self.exchange: LatentExchange[SampledTrajectory] = LatentExchange()
         if fault == "other-model":
             model.sign = -1.0
 
@@ -235,15 +236,15 @@ class FakeSGLangDiffusion:
         )
 
 
-class LatentExchange:
-    """Exchanges the trajectories of two prompts whose answers are about to be sent."""
+class LatentExchange(Generic[SampledT]):
+    """Exchanges the samples of two prompts whose answers are about to be sent."""
 
     def __init__(self) -> None:
-        self.waiting: list[tuple[str, SampledTrajectory, list[SampledTrajectory]]] = []
+        self.waiting: list[tuple[str, SampledT, list[SampledT]]] = []
         self.changed = threading.Condition()
 
-    def swapped(self, prompt: str, sampled: SampledTrajectory) -> SampledTrajectory:
-        """The trajectory of another prompt, which gets `sampled`. Returns `sampled` if none comes soon."""
+    def swapped(self, prompt: str, sampled: SampledT) -> SampledT:
+        """The sample of another prompt, which gets `sampled`. Returns `sampled` if none comes soon."""
         with self.changed:
             for entry in self.waiting:
                 other_prompt, other, given = entry
@@ -251,7 +252,7 @@ class LatentExchange:
                     given.append(sampled)
                     self.changed.notify_all()
                     return other
-            mine: tuple[str, SampledTrajectory, list[SampledTrajectory]] = (prompt, sampled, [])
+            mine: tuple[str, SampledT, list[SampledT]] = (prompt, sampled, [])
             self.waiting.append(mine)
             self.changed.wait_for(lambda: bool(mine[2]), EXCHANGE_S)
             self.waiting = [entry for entry in self.waiting if entry is not mine]

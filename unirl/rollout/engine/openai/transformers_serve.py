@@ -12,7 +12,7 @@ import json
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,6 +24,7 @@ from unirl.config.dependencies import need
 from unirl.config.errors import EngineError, SyncError
 from unirl.distributed.group.rank import current
 from unirl.distributed.weight_sync.base import WeightLayout
+from unirl.distributed.weight_sync.fingerprint import Fingerprint, fingerprints
 from unirl.models.language.bundle import load_network
 from unirl.models.language.pipeline import TextPipeline
 from unirl.models.loading.hub import quiet_libraries
@@ -138,7 +139,7 @@ class TransformersServer(HttpServer, TokenServer):
     def send_weights(self, tensors: Mapping[str, Tensor]) -> None:
         self.sent |= {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
 
-    def end_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def end_weights(self) -> Mapping[str, Fingerprint]:
         old, folder, tensors = self.model, self.folder / self.weights_name, self.sent
         with quiet_libraries():
             self.pipeline.write_model(tensors, folder)
@@ -152,7 +153,7 @@ class TransformersServer(HttpServer, TokenServer):
             network = load_network(bundle.family.network_class(), folder, bundle.dtype)
         held = dict(network.named_parameters(remove_duplicate=False))
         self.sent = {}
-        return ((name, held[name]) for name in tensors)
+        return fingerprints((name, held[name]) for name in tensors)
 
     def probe(self, prompts: Sequence[Sequence[int]], logits: Tensor) -> ProbeResult:
         """Compares logits through the choice of the most likely token.

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import msgspec
 
@@ -17,6 +17,8 @@ from unirl.config.http import PROBE_TIMEOUT_S, HttpClient, Reply, RequestFailed,
 from unirl.distributed.group.rank import current
 from unirl.rollout.engine.serving.process import LOOPBACK, ServerProcess, free_port
 from unirl.rollout.engine.serving.server import Server
+
+BodyT = TypeVar("BodyT")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,8 +128,11 @@ class HttpServer(Server):
 
     def post(self, path: str, body: Mapping[str, object], timeout_s: float | None = None) -> Reply:
         """One attempt. Raises RequestFailed or ServerBusy if another one may succeed, else EngineError."""
-        headers = {"Content-Type": "application/json"}
-        content = msgspec.json.encode(body)
+        return self.post_bytes(path, msgspec.json.encode(body), "application/json", timeout_s)
+
+    def post_bytes(self, path: str, content: bytes, content_type: str, timeout_s: float | None = None) -> Reply:
+        """As `post`, for a body of any type."""
+        headers = {"Content-Type": content_type}
         reply = self.http.request("POST", path, content=content, headers=headers, timeout_s=timeout_s)
         if reply.status != 200:
             reply.raise_if_retryable(f"{reply.status} {shown(reply)}", pause_s=1.0)
@@ -144,6 +149,17 @@ class HttpServer(Server):
     def insist_on(self, path: str, body: Mapping[str, object]) -> Reply:
         """The reply to a request that may be repeated, after retries. Raises as `insist` and `post` do."""
         return self.insist(f"to {path}", lambda: self.post(path, body))
+
+    def get(self, path: str, kind: type[BodyT]) -> BodyT:
+        """The body of the reply to a GET request, after retries. Raises as `insist` and `read` do."""
+        return self.read(self.insist(f"to {path}", lambda: self.http.request("GET", path)), kind)
+
+    def read(self, reply: Reply, kind: type[BodyT]) -> BodyT:
+        """The JSON body of a reply. Raises EngineError if it is no `kind`."""
+        try:
+            return msgspec.json.decode(reply.body, type=kind)
+        except msgspec.DecodeError as error:
+            raise EngineError(f"{self.name}: an answer cannot be read: {error}: {shown(reply)}") from error
 
     def stop(self) -> None:
         if self.process is not None:

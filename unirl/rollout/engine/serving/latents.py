@@ -16,6 +16,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -115,17 +116,20 @@ class LatentServingEngine(ServingEngine):
     server: LatentServer
 
     def __init__(self, pipeline: DiffusersPipeline[Any], server: LatentServer) -> None:
-        if pipeline.facts.condition_images[0] > 0 or "video" in pipeline.capabilities.modalities:
+        sampled = self.capabilities.modalities
+        other = [each for each in pipeline.capabilities.modalities if each not in sampled]
+        if pipeline.facts.condition_images[0] > 0 or other:
+            what = f"makes samples of the kind {other[0]}" if other else "needs condition images"
             raise IncompatibleError(
-                f"{type(self).__name__} samples images from texts, and {type(pipeline).__name__} is for "
-                "condition images or videos. Use another engine, such as rollout=replica"
+                f"{type(self).__name__} samples {' and '.join(sampled)} from texts, and {type(pipeline).__name__} "
+                f"{what}. Use another engine, such as rollout=replica"
             )
         super().__init__(pipeline, server)
         self.measured_guidance: set[tuple[float, str]] = set()
         """Scales and negative prompts whose effect was measured."""
 
     def facts(self) -> LatentFacts:
-        """The facts of the model with the schedule of the server, so that requests have the noise levels that it uses."""
+        """The facts of the model with the schedule of the server: requests have the noise levels that it uses."""
         return self.server.served(self.pipeline.facts)
 
     # The canary
@@ -191,16 +195,7 @@ class LatentServingEngine(ServingEngine):
     def _check_request(self, req: RolloutReq, params: DiffusionSamplingParams) -> None:
         """Raises IncompatibleError, naming the key, for settings with which the server cannot sample."""
         name = self.server.name
-        if params.init_same_noise:
-            raise IncompatibleError(
-                f"sampling.init_same_noise=true: a seed of {name} determines the noise of all steps, so that samples "
-                "with the same x_T would be equal. Set sampling.init_same_noise=false"
-            )
-        if params.solver is not None or params.cache_threshold is not None:
-            key = "solver" if params.solver is not None else "cache_threshold"
-            raise IncompatibleError(
-                f"sampling.{key}: {name} takes Euler steps, and computes each of them. Leave it out"
-            )
+        check_settings(name, params)
         length = self.server.sequence_length
         if length is not None and params.max_sequence_length != length:
             raise IncompatibleError(
@@ -256,8 +251,9 @@ class LatentServingEngine(ServingEngine):
         reported = [] if logp is None else logp.tolist()
         if len(reported) != len(steps) or not all(map(math.isfinite, reported)):
             raise EngineError(f"{who}: {len(steps)} stochastic steps need as many finite log-probs, not {reported}")
-        wanted = [log_prob_of(params, step, noise[i]) for i, step in enumerate(steps)]
-        if any(abs(a - b) > LOGP_TOLERANCE for a, b in zip(reported, wanted, strict=True)):
+        pairs = [(log_prob_of(params, step, noise[i]), logp_tolerance(params, step)) for i, step in enumerate(steps)]
+        wanted = [value for value, _ in pairs]
+        if any(abs(a - b) > allowed for a, (b, allowed) in zip(reported, pairs, strict=True)):
             raise SamplingMismatchError(
                 f"{who}: its log-probs are {[round(value, 4) for value in reported]}, and those of its noise are "
                 f"{[round(value, 4) for value in wanted]}: it samples with another noise scale (sampling.kernel.eta), "
@@ -314,9 +310,50 @@ class LatentServingEngine(ServingEngine):
         )
 
 
+def check_settings(name: str, params: DiffusionSamplingParams) -> None:
+    """Raises IncompatibleError, naming the key, for settings that no server has whose seeds determine all noise."""
+    if params.init_same_noise:
+        raise IncompatibleError(
+            f"sampling.init_same_noise=true: a seed of {name} determines the noise of all steps, so that samples "
+            "with the same x_T would be equal. Set sampling.init_same_noise=false"
+        )
+    if params.solver is not None or params.cache_threshold is not None:
+        key = "solver" if params.solver is not None else "cache_threshold"
+        raise IncompatibleError(f"sampling.{key}: {name} takes Euler steps, and computes all of them. Remove it")
+
+
+def model_folder(pipeline: DiffusersPipeline[Any], folder: Path) -> Path:
+    """The folder of the pipeline's checkpoint. A tiny model, which has none, is written to `folder`."""
+    bundle = pipeline.bundle
+    if bundle.root is not None:
+        return bundle.root
+    if not folder.exists():
+        bundle.offload(bundle.frozen)
+        pipeline.write_model({}, folder)
+        bundle.onload(bundle.frozen)
+    return folder
+
+
 def log_prob_of(params: DiffusionSamplingParams, step: int, noise: Tensor) -> float:
     """The log-prob of mean + std * noise [*latent] under the kernel's Gaussian, nats, mean over elements."""
-    assert params.sigmas is not None
     zeros = torch.zeros(1, *noise.shape)
-    std = params.kernel.transition(zeros, zeros, params.sigmas[step], params.sigmas[step + 1]).std
+    std = step_std(params, step)
     return float(Gaussian(zeros, std).log_prob(std * noise[None]))
+
+
+def logp_tolerance(params: DiffusionSamplingParams, step: int) -> float:
+    """The largest difference between a reported log-prob and that of the noise, nats, mean over elements.
+
+    Where the sample is rounded to the dtype of the trajectory before its log-prob is computed, the noise differs by
+    e = r / std for a rounding error r, and the log-prob by (noise e + e^2 / 2), which grows as std falls.
+    """
+    rounding = torch.finfo(TORCH_DTYPES[params.trajectory_dtype]).eps
+    error = rounding / float(step_std(params, step))
+    return LOGP_TOLERANCE + error + error**2
+
+
+def step_std(params: DiffusionSamplingParams, step: int) -> Tensor:
+    """The standard deviation [] of a stochastic step."""
+    assert params.sigmas is not None
+    zeros = torch.zeros(1, 1)
+    return params.kernel.transition(zeros, zeros, params.sigmas[step], params.sigmas[step + 1]).std

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar, TypeVar
 
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from unirl.config.errors import EngineError
 from unirl.config.http import MAX_PAUSE_S, RequestFailed, ServerBusy
 from unirl.distributed.weight_sync.base import WeightLayout
+from unirl.distributed.weight_sync.fingerprint import Fingerprint
 
 MAX_ATTEMPTS = 5
 """Attempts at one request before the run stops."""
@@ -63,12 +64,12 @@ class Server(ABC):
         """Send the tensors of one bucket, by the names of the trained network. Their memory is reused afterwards."""
 
     @abstractmethod
-    def end_weights(self) -> Iterable[tuple[str, Tensor]] | None:
+    def end_weights(self) -> Mapping[str, Fingerprint] | None:
         """Make the server sample from the weights of the transfer.
 
         Returns:
-            All tensors of the transfer as the server has them now, by the same names, read back. None if it cannot be
-            asked for tensors.
+            The fingerprints of all tensors of the transfer as the server has them now, by the same names, read back.
+            None if it cannot be asked for them.
 
         Raises:
             SyncError: the server reports that it has other weights.

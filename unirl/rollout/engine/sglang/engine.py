@@ -7,13 +7,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from unirl.config.dependencies import need
+from unirl.config.errors import IncompatibleError
 from unirl.distributed.group.rank import current
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline
+from unirl.rollout.engine.environments import ENVIRONMENTS
 from unirl.rollout.engine.serving.http_server import ServerAccess
-from unirl.rollout.engine.serving.latents import LatentServingEngine
-from unirl.rollout.engine.sglang.server import DiffusionServerSettings, LoraMergeMode, Program, SGLangDiffusionServer
+from unirl.rollout.engine.serving.latents import LatentServingEngine, check_settings
+from unirl.rollout.engine.sglang.server import (
+    DiffusionServerSettings,
+    LoraMergeMode,
+    SGLangDiffusionServer,
+    check_kernel,
+    served_family,
+)
+from unirl.rollout.engine.sglang_llm.server import Program
+from unirl.types.facts import ModelFacts
 from unirl.types.protocols import Capabilities
+from unirl.types.sampling import DiffusionSamplingParams, Sampling, sampling_as
 
 
 class SGLangRolloutEngine(LatentServingEngine):
@@ -57,7 +67,8 @@ class SGLangRolloutEngine(LatentServingEngine):
                 protocol, runs on a CPU without sglang, and is used at scale=toy.
             url: the address of a server that runs, such as http://127.0.0.1:30000. Absent: the engine starts one, and
                 stops it at the end.
-            python_executable: the Python of the environment with sglang. Absent: the one that runs UniRL.
+            python_executable: the Python of the environment with the server. Absent: that of `unirl engines install
+                sglang`, or, if it has the package, the one that runs UniRL.
             model_id: the name of the model on the hub without the owner, such as stable-diffusion-3.5-medium, if
                 bundle.path is a folder. Absent: the end of bundle.path.
             tp_size: tensor-parallel ranks of a server that the engine starts.
@@ -72,12 +83,12 @@ class SGLangRolloutEngine(LatentServingEngine):
             timeout_s: seconds that it has for one sample.
             max_restarts: how often a server that ended is started again. The weights are then sent again.
         """
-        if url is None and python_executable is None and program == "sglang":
-            need("sglang", by="rollout.python_executable, the Python of the environment with sglang,", install=INSTALL)
+        starts = url is None and program != "fake"
+        python = ENVIRONMENTS["sglang"].python_for(python_executable) if starts else None
         root = Path(tempfile.mkdtemp(prefix="unirl-")) if run_dir is None else run_dir
         access = ServerAccess(
             url=url,
-            python_executable=python_executable,
+            python_executable=python,
             start_timeout_s=start_timeout_s,
             timeout_s=timeout_s,
             max_restarts=max_restarts,
@@ -96,9 +107,14 @@ class SGLangRolloutEngine(LatentServingEngine):
         folder = root / "engine" / f"diffusion-{current().rank}"
         super().__init__(pipeline, SGLangDiffusionServer(pipeline, folder, access, settings))
 
-
-INSTALL = (
-    "make an environment of its own (python -m venv sglang-env; sglang-env/bin/pip install 'sglang[diffusion]'), and "
-    "set rollout.python_executable=sglang-env/bin/python"
-)
-"""The way to an environment with sglang. Its packages conflict with those of UniRL."""
+    @classmethod
+    def check_recipe(cls, facts: ModelFacts, sampling: Sampling) -> None:
+        """Raises IncompatibleError for a model or for settings that the server does not sample. Nothing is built."""
+        served_family(facts.family)
+        params = sampling_as(DiffusionSamplingParams, sampling, "SGLang's diffusion server samples with")
+        check_settings("SGLang", params)
+        if params.sigmas is not None or params.tail_fraction is not None:
+            key = "sigmas" if params.sigmas is not None else "tail_fraction"
+            raise IncompatibleError(f"sampling.{key}: SGLang takes no noise levels, and makes its own. Remove it")
+        if params.resolve_sde_indices(0):
+            check_kernel(params.kernel)

@@ -6,17 +6,15 @@ Each transfer is verified by these names.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from unirl.distributed.weight_sync.base import WeightLayout
+from unirl.rollout.engine.sglang_llm.names import ADAPTER_TENSOR
 from unirl.sde.schedule import Grid, SigmaSchedule
 from unirl.types.facts import LatentFacts
-
-ADAPTER_TENSOR = re.compile(r"(?P<layer>.+)\.(?P<side>lora_[AB])\.[^.]+\.weight")
 
 
 @dataclass(frozen=True)

@@ -60,20 +60,6 @@ class Rollout(msgspec.Struct):
     dit_trajectory: DitTrajectory
 
 
-class Outcome(msgspec.Struct):
-    """The answer of a request that changes the server."""
-
-    success: bool
-    message: str = ""
-
-
-class DiffusionServerInfo(msgspec.Struct):
-    """The settings of a server."""
-
-    version: str
-    tp_size: int
-
-
 class DiffusionModelInfo(msgspec.Struct):
     """The model of a server."""
 

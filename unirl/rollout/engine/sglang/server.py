@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import msgspec
 import torch
@@ -19,15 +19,18 @@ from unirl.config.errors import EngineError, IncompatibleError, SyncError
 from unirl.config.http import Reply
 from unirl.distributed.weight_sync.base import WeightLayout
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, pipeline_class
-from unirl.rollout.engine.serving.http_server import HttpServer, ServerAccess, option_words, shown
-from unirl.rollout.engine.serving.latents import LatentAnswer, LatentRequest, LatentServer
+from unirl.rollout.engine.serving.http_server import HttpServer, ServerAccess, option_words
+from unirl.rollout.engine.serving.latents import LatentAnswer, LatentRequest, LatentServer, model_folder
 from unirl.rollout.engine.serving.process import LOOPBACK, free_port
 from unirl.rollout.engine.serving.sigma_verify import UsedSettings
 from unirl.rollout.engine.sglang import messages
 from unirl.rollout.engine.sglang.families import FAMILIES, ServedFamily, wire_names
+from unirl.rollout.engine.sglang_llm.messages import Outcome
+from unirl.rollout.engine.sglang_llm.server import Program
 from unirl.sde.kernels import CPSSDEStrategy
 from unirl.types.device import CPU
 from unirl.types.facts import LatentFacts
+from unirl.types.protocols import Kernel
 from unirl.types.sampling import DiffusionSamplingParams
 
 OWN_ARGUMENTS = (
@@ -35,9 +38,7 @@ OWN_ARGUMENTS = (
     *("base-gpu-id", "dit-precision", "text-encoder-precisions", "lora-merge-mode", "warmup-mode"),
 )
 """Arguments of the server that this file sets."""
-Program = Literal["sglang", "fake"]
 LoraMergeMode = Literal["dynamic", "merge", "auto"]
-AnswerT = TypeVar("AnswerT")
 LAYERS = re.compile(r"Updated (\d+) LoRA layers .* \(skipped (\d+) unknown layers\)")
 PRECISIONS: Mapping[torch.dtype, str] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -72,7 +73,7 @@ class SGLangDiffusionServer(HttpServer, LatentServer):
         super().__init__(access)
         self._remove = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self.pipeline = pipeline
-        self.family = served_family(pipeline)
+        self.family = served_family(pipeline.facts.family)
         self.folder = folder
         self.settings = settings
         self.concurrency = settings.concurrency
@@ -95,13 +96,7 @@ class SGLangDiffusionServer(HttpServer, LatentServer):
     # The process
 
     def prepare(self, layout: WeightLayout) -> None:
-        bundle = self.pipeline.bundle
-        if bundle.root is None:
-            self.root = self.folder / "base"
-            if not self.root.exists():
-                self.pipeline.write_model({}, self.root)
-        else:
-            self.root = bundle.root
+        self.root = model_folder(self.pipeline, self.folder / "base")
         spec = layout.adapter
         if spec is not None and spec.alpha != int(spec.alpha):
             raise SyncError(
@@ -156,7 +151,7 @@ class SGLangDiffusionServer(HttpServer, LatentServer):
         return {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads()), **self.settings.env}
 
     def check_ready(self) -> None:
-        model = self._get("/model_info", messages.DiffusionModelInfo)
+        model = self.get("/model_info", messages.DiffusionModelInfo)
         wanted = pipeline_class(self.pipeline.bundle).__name__
         if model.architectures != [wanted]:
             where = f"at rollout.url={self.access.url}" if self.access.url else "that was started"
@@ -175,17 +170,8 @@ class SGLangDiffusionServer(HttpServer, LatentServer):
         return self.family.served(facts)
 
     def check_request(self, params: DiffusionSamplingParams) -> None:
-        if not params.sde_indices:
-            return
-        name = type(params.kernel).__name__
-        if type(params.kernel) not in messages.KERNELS:
-            known = " or ".join(kind.__name__ for kind in messages.KERNELS)
-            raise IncompatibleError(f"sampling.kernel: {self.name} has no {name}. Use {known} of unirl.sde.kernels")
-        if isinstance(params.kernel, CPSSDEStrategy) and params.kernel.log_prob_form != "gaussian":
-            raise IncompatibleError(
-                f"sampling.kernel.log_prob_form={params.kernel.log_prob_form}: log-probs of {self.name} are those of "
-                "the density. Set log_prob_form=gaussian"
-            )
+        if params.sde_indices:
+            check_kernel(params.kernel)
 
     def sample(self, request: LatentRequest, params: DiffusionSamplingParams, positions: Sequence[int]) -> LatentAnswer:
         length = None if self.sequence_length is not None else params.max_sequence_length
@@ -292,12 +278,12 @@ class SGLangDiffusionServer(HttpServer, LatentServer):
     def _checksum(self) -> str:
         """The checksum of all weights of the trained module."""
         reply = self.insist_on("/get_weights_checksum", {"module_names": [messages.MODULE]})
-        return self._read(reply, dict[str, str])[messages.MODULE]
+        return self.read(reply, dict[str, str])[messages.MODULE]
 
-    def _change(self, path: str, body: messages.Body) -> messages.Outcome:
+    def _change(self, path: str, body: messages.Body) -> Outcome:
         """The answer to a request about weights. Raises SyncError if the server reports that it failed."""
         try:
-            outcome = self._read(self.insist_on(path, body), messages.Outcome)
+            outcome = self.read(self.insist_on(path, body), Outcome)
         except EngineError as error:
             raise SyncError(str(error)) from error
         if not outcome.success:
@@ -320,23 +306,21 @@ class SGLangDiffusionServer(HttpServer, LatentServer):
         super().stop()
         self._remove()
 
-    # Reading
 
-    def _get(self, path: str, kind: type[AnswerT]) -> AnswerT:
-        reply = self.insist(f"to {path}", lambda: self.http.request("GET", path))
-        return self._read(reply, kind)
+def check_kernel(kernel: Kernel) -> None:
+    """Raises IncompatibleError for a kernel that SGLang does not have."""
+    if type(kernel) not in messages.KERNELS:
+        known, name = " or ".join(kind.__name__ for kind in messages.KERNELS), type(kernel).__name__
+        raise IncompatibleError(f"sampling.kernel: SGLang has no {name}. Use {known} of unirl.sde.kernels")
+    if isinstance(kernel, CPSSDEStrategy) and kernel.log_prob_form != "gaussian":
+        raise IncompatibleError(
+            f"sampling.kernel.log_prob_form={kernel.log_prob_form}: log-probs of SGLang are those of the density. Set "
+            "log_prob_form=gaussian"
+        )
 
-    def _read(self, reply: Reply, kind: type[AnswerT]) -> AnswerT:
-        """The body of a reply. Raises EngineError if it is no `kind`."""
-        try:
-            return msgspec.json.decode(reply.body, type=kind)
-        except msgspec.DecodeError as error:
-            raise EngineError(f"{self.name}: an answer cannot be read: {error}: {shown(reply)}") from error
 
-
-def served_family(pipeline: DiffusersPipeline[Any]) -> ServedFamily:
-    """The family of a pipeline at the server. Raises IncompatibleError if the server does not sample it."""
-    family = pipeline.facts.family
+def served_family(family: str) -> ServedFamily:
+    """The family at the server. Raises IncompatibleError if the server does not sample it."""
     if family not in FAMILIES:
         raise IncompatibleError(
             f"the engine for SGLang has no family {family}: it knows {', '.join(FAMILIES)}. Use rollout=replica"

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from unirl.config.dependencies import need
 from unirl.distributed.group.rank import current
 from unirl.models.language.pipeline import TextPipeline
+from unirl.rollout.engine.environments import ENVIRONMENTS
 from unirl.rollout.engine.serving.http_server import ServerAccess
 from unirl.rollout.engine.serving.tokens import TokenServingEngine
 from unirl.rollout.engine.sglang_llm.server import Program, SGLangServer, SGLangSettings
@@ -60,7 +60,8 @@ class SGLangLLMRolloutEngine(TokenServingEngine):
                 protocol, runs on a CPU without sglang, and is used at scale=toy.
             url: the address of a server that runs, such as http://127.0.0.1:30000. Absent: the engine starts one, and
                 stops it at the end.
-            python_executable: the Python of the environment with sglang. Absent: the one that runs UniRL.
+            python_executable: the Python of the environment with the server. Absent: that of `unirl engines install
+                sglang`, or, if it has the package, the one that runs UniRL.
             tp_size: tensor-parallel ranks of a server that the engine starts.
             mem_fraction_static: share of the device memory for weights and the key-value cache. Absent: SGLang chooses.
             context_length: the most tokens of a prompt and its response. Absent: those of the model.
@@ -75,12 +76,12 @@ class SGLangLLMRolloutEngine(TokenServingEngine):
             timeout_s: seconds that it has for one response.
             max_restarts: how often a server that ended is started again. The weights are then sent again.
         """
-        if url is None and python_executable is None and program == "sglang":
-            need("sglang", by="rollout.python_executable, the Python of the environment with sglang,", install=INSTALL)
+        starts = url is None and program != "fake"
+        python = ENVIRONMENTS["sglang"].python_for(python_executable) if starts else None
         root = Path(tempfile.mkdtemp(prefix="unirl-")) if run_dir is None else run_dir
         access = ServerAccess(
             url=url,
-            python_executable=python_executable,
+            python_executable=python,
             start_timeout_s=start_timeout_s,
             timeout_s=timeout_s,
             max_restarts=max_restarts,
@@ -98,10 +99,3 @@ class SGLangLLMRolloutEngine(TokenServingEngine):
             concurrency=concurrency,
         )
         super().__init__(pipeline, SGLangServer(pipeline, root / "engine" / f"rank-{current().rank}", access, settings))
-
-
-INSTALL = (
-    "make an environment of its own (python -m venv sglang-env; sglang-env/bin/pip install sglang), and set "
-    "rollout.python_executable=sglang-env/bin/python"
-)
-"""The way to an environment with sglang. Its packages conflict with those of UniRL."""

@@ -10,17 +10,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
-import msgspec
 import torch
 from torch import Tensor
 
 from unirl.config.errors import EngineError, IncompatibleError, SyncError
-from unirl.config.http import PROBE_TIMEOUT_S, Reply, RequestFailed, ServerBusy
+from unirl.config.http import PROBE_TIMEOUT_S, RequestFailed, ServerBusy
 from unirl.distributed.weight_sync.base import WeightLayout
 from unirl.models.language.pipeline import TextPipeline
-from unirl.rollout.engine.serving.http_server import HttpServer, ServerAccess, option_words, shown
+from unirl.rollout.engine.serving.http_server import HttpServer, ServerAccess, option_words
 from unirl.rollout.engine.serving.payloads import copied
 from unirl.rollout.engine.serving.process import LOOPBACK
 from unirl.rollout.engine.serving.tokens import ProbeResult, TokenAnswer, TokenRequest, TokenServer
@@ -44,7 +43,6 @@ OWN_ARGUMENTS = (
 )
 """Arguments of the server that this file sets."""
 Program = Literal["sglang", "fake"]
-AnswerT = TypeVar("AnswerT")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +151,8 @@ class SGLangServer(HttpServer, TokenServer):
         return {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads()), **self.settings.env}
 
     def check_ready(self) -> None:
-        info = self.info = self._get("/server_info", messages.ServerInfo)
-        model, family = self._get("/model_info", messages.ModelInfo), self.pipeline.bundle.family.name
+        info = self.info = self.get("/server_info", messages.ServerInfo)
+        model, family = self.get("/model_info", messages.ModelInfo), self.pipeline.bundle.family.name
         has_lora = self.layout is not None and self.layout.adapter is not None
         if model.model_type not in (None, family):
             self._mismatch(
@@ -210,7 +208,7 @@ class SGLangServer(HttpServer, TokenServer):
         except RequestFailed:
             self._abort(rid)
             raise
-        row = self._read(reply, messages.Generated)
+        row = self.read(reply, messages.Generated)
         meta = row.meta_info
         if meta.finish_reason.type == "abort":
             raise RequestFailed(f"the server aborted {id}: {meta.finish_reason.message}")
@@ -272,7 +270,7 @@ class SGLangServer(HttpServer, TokenServer):
             self._change("/end_weight_update", {})
             self.is_updating = False
             self.proof.check(self.sent, self._checksums())
-        version = self._get("/model_info", messages.ModelInfo).weight_version
+        version = self.get("/model_info", messages.ModelInfo).weight_version
         if version != self.weights_name:
             raise SyncError(
                 f"the weights {self.weights_name!r} were sent, and {self.name} says that it has {version!r}: another "
@@ -305,11 +303,11 @@ class SGLangServer(HttpServer, TokenServer):
     def _checksums(self) -> list[Mapping[str, str]]:
         """The checksums of the server's weights, for each tensor-parallel rank."""
         reply = self.insist_on("/weights_checker", {"action": "checksum"})
-        return [rank.checksums for rank in self._read(reply, messages.Checksums).ranks]
+        return [rank.checksums for rank in self.read(reply, messages.Checksums).ranks]
 
     def _change(self, path: str, body: messages.Body) -> None:
         """A request that changes the server. Raises SyncError if it reports that it failed."""
-        outcome = self._read(self.insist_on(path, body), messages.Outcome)
+        outcome = self.read(self.insist_on(path, body), messages.Outcome)
         if not outcome.success:
             raise SyncError(f"{self.name}: {path} failed: {outcome.message or outcome.error_message}")
 
@@ -378,16 +376,3 @@ class SGLangServer(HttpServer, TokenServer):
     def stop(self) -> None:
         super().stop()
         self._remove()
-
-    # Reading
-
-    def _get(self, path: str, kind: type[AnswerT]) -> AnswerT:
-        reply = self.insist(f"to {path}", lambda: self.http.request("GET", path))
-        return self._read(reply, kind)
-
-    def _read(self, reply: Reply, kind: type[AnswerT]) -> AnswerT:
-        """The body of a reply. Raises EngineError if it is no `kind`."""
-        try:
-            return msgspec.json.decode(reply.body, type=kind)
-        except msgspec.DecodeError as error:
-            raise EngineError(f"{self.name}: an answer cannot be read: {error}: {shown(reply)}") from error

@@ -1,0 +1,101 @@
+"""Weights on their way into a network: the ways by which they arrive, and the network's own copy, read back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unirl.distributed.weight_sync.fingerprint import Fingerprint, fingerprints
+from unirl.distributed.weight_sync.listening_routes import open_buffer
+
+FUSED: Mapping[str, tuple[str, ...]] = {
+    "to_qkv": ("to_q", "to_k", "to_v"),
+    "add_kv_proj": ("add_q_proj", "add_k_proj", "add_v_proj"),
+}
+"""A layer of vLLM-Omni to the layers of diffusers whose rows it joins, in order."""
+RENAMED = ((".to_out.0.", ".to_out."),)
+"""Parts of names of diffusers that vLLM-Omni writes in another way."""
+
+
+class WeightInlet:
+    """Reads buckets of tensors: from the body of a request, or from a shared buffer."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.buffer: Tensor | None = None
+
+    def open_buffer(self, handle: Mapping[str, Any]) -> None:
+        """Open the buffer of the client: CUDA IPC, or a file in shared memory."""
+        self.buffer = open_buffer(dict(handle), self.device)
+
+    def tensors(self, bucket: Mapping[str, Any], body: bytes) -> dict[str, Tensor]:
+        """The tensors of a bucket by name. Those of a shared buffer must be read before the request is answered."""
+        if bucket["by"] == "body":
+            data = torch.frombuffer(bytearray(body), dtype=torch.uint8)
+        elif self.buffer is None:
+            raise ValueError("no shared buffer was opened")
+        else:
+            data = self.buffer
+        return dict(unpacked(bucket["entries"], data))
+
+
+def unpacked(entries: Iterable[tuple[str, str, list[int], int]], data: Tensor) -> Iterable[tuple[str, Tensor]]:
+    """The tensors in `data` [bytes] uint8, by (name, dtype, shape, offset)."""
+    for name, dtype, shape, offset in entries:
+        kind = getattr(torch, dtype)
+        end = offset + kind.itemsize * torch.Size(shape).numel()
+        if end > data.numel():
+            raise ValueError(f"{name} ends at byte {end}, and {data.numel()} bytes arrived")
+        yield name, data[offset:end].view(kind).view(shape)
+
+
+class HeldWeights:
+    """The parameters of a network of vLLM-Omni by the names of diffusers."""
+
+    def __init__(self, network: nn.Module) -> None:
+        self.network = network
+        self.names = frozenset(name for name, _ in network.named_parameters())
+        self.rows: dict[str, int] = {}
+        """The number of rows of each tensor that was loaded."""
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy tensors into the network. Raises KeyError for a name that it does not have."""
+        for name, tensor in tensors.items():
+            self.rows[name] = tensor.shape[0] if tensor.dim() else 1
+            self.place(name)
+        with torch.no_grad():
+            self.network.load_weights(tensors.items())  # type: ignore[operator]
+
+    def place(self, name: str) -> tuple[str, str | None]:
+        """The parameter that holds a tensor, and the fused layer's part. Raises KeyError if there is none."""
+        layer, _, leaf = name.rpartition(".")
+        head, _, last = layer.rpartition(".")
+        for fused, parts in FUSED.items():
+            joined = f"{head}.{fused}.{leaf}"
+            if last in parts and joined in self.names:
+                return joined, last
+        for ours, theirs in (("", ""), *RENAMED):
+            renamed = name.replace(ours, theirs) if ours else name
+            if renamed in self.names:
+                return renamed, None
+        raise KeyError(f"{type(self.network).__name__} has no parameter for {name}")
+
+    def held(self, name: str) -> Tensor:
+        """The network's own values of a tensor. The rows of a fused layer are those after the parts before it."""
+        parameter, part = self.place(name)
+        values: Tensor = self.network.get_parameter(parameter).detach()
+        if part is None:
+            return values
+        layer, _, leaf = name.rpartition(".")
+        head = layer.rpartition(".")[0]
+        parts = next(parts for parts in FUSED.values() if part in parts)
+        before = parts[: parts.index(part)]
+        start = sum(self.rows[f"{head}.{each}.{leaf}"] for each in before)
+        return values[start : start + self.rows[name]]
+
+    def fingerprints(self) -> dict[str, Fingerprint]:
+        """The fingerprint of every loaded tensor, read back from the network."""
+        return fingerprints((name, self.held(name)) for name in self.rows)

@@ -1,0 +1,211 @@
+"""The HTTP interface of the server: its paths, and how tensors and errors travel.
+
+Bodies of requests are JSON, except that of a bucket of weights: eight bytes with the length of a JSON header, the
+header, and the bytes of the tensors. A sample is answered with a safetensors file whose metadata has what is no tensor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from torch import Tensor
+
+from unirl.distributed.weight_sync.fingerprint import Fingerprint
+
+LOOPBACK = "127.0.0.1"
+MAX_BODY_BYTES = 2**34
+LENGTH_BYTES = 8
+JSON, BINARY = "application/json", "application/octet-stream"
+Body = dict[str, Any]
+
+
+class SamplingBackend(Protocol):
+    """What the server does with requests. Methods raise an exception for a request that they cannot fulfil."""
+
+    def info(self) -> Body:
+        """`engine`, `version`, `pipeline`, `model`, `dtype`, `can_sleep`."""
+
+    def sample(self, order: Body) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """`latents` [K, *latent], `logp` [S], `timesteps` [T] and `sigmas` [T + 1] fp32, and what is no tensor."""
+
+    def begin(self, name: str, adapter: Mapping[str, Any] | None) -> None: ...
+
+    def open_buffer(self, handle: Mapping[str, Any]) -> None: ...
+
+    def bucket(self, bucket: Mapping[str, Any], body: bytes) -> None: ...
+
+    def end(self) -> Mapping[str, Fingerprint]: ...
+
+    def held(self) -> Mapping[str, Fingerprint]: ...
+
+    def weights(self) -> str | None: ...
+
+    def sleep(self) -> None: ...
+
+    def wake_up(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class WireReply:
+    """A response."""
+
+    status: int
+    body: bytes
+    content_type: str = JSON
+    cut: float | None = None
+    """The share of the body that is sent before the connection closes. None: all of it. 0: no response at all."""
+
+
+Handler = Callable[[bytes], WireReply]
+
+
+def json_reply(body: object, status: int = 200) -> WireReply:
+    """A response with a JSON body."""
+    return WireReply(status, json.dumps(body).encode())
+
+
+def bucket_body(header: Mapping[str, Any], data: bytes | memoryview = b"") -> bytes:
+    """The body of a request with a bucket of weights."""
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text + data
+
+
+def bucket_parts(body: bytes) -> tuple[Body, bytes]:
+    """The header and the data of a bucket. Raises ValueError for another body."""
+    end = LENGTH_BYTES + int.from_bytes(body[:LENGTH_BYTES], "little")
+    return json.loads(body[LENGTH_BYTES:end]), body[end:]
+
+
+def wire_fingerprints(held: Mapping[str, Fingerprint]) -> Body:
+    """Fingerprints as JSON. Digests are texts, because they have 64 bits."""
+    return {name: {**asdict(each), "digest": str(each.digest)} for name, each in held.items()}
+
+
+def read_fingerprints(body: Body) -> dict[str, Fingerprint]:
+    """Fingerprints from JSON. Raises KeyError, TypeError or ValueError for another body."""
+    return {name: Fingerprint(tuple(e["shape"]), e["dtype"], int(e["digest"])) for name, e in body.items()}
+
+
+class Wire:
+    """The paths of the server."""
+
+    def __init__(self, backend: SamplingBackend) -> None:
+        self.backend = backend
+
+    def routes(self) -> Mapping[tuple[str, str], Handler]:
+        """Method and path to the function that answers."""
+        backend = self.backend
+        posts: Mapping[str, Handler] = {
+            "/sample": self.sample,
+            "/weights/begin": change(lambda body: backend.begin(**parsed(body))),
+            "/weights/open": change(lambda body: backend.open_buffer(parsed(body))),
+            "/weights/bucket": change(lambda body: backend.bucket(*bucket_parts(body))),
+            "/weights/end": lambda body: json_reply(wire_fingerprints(backend.end())),
+            "/weights/held": lambda body: json_reply(wire_fingerprints(backend.held())),
+            "/sleep": change(lambda body: backend.sleep()),
+            "/wake_up": change(lambda body: backend.wake_up()),
+        }
+        gets: Mapping[str, Handler] = {
+            "/health": lambda body: json_reply({"status": "ok"}),
+            "/info": lambda body: json_reply(backend.info()),
+            "/weights": lambda body: json_reply({"weights": backend.weights()}),
+        }
+        named = {("POST", path): handler for path, handler in posts.items()}
+        named |= {("GET", path): handler for path, handler in gets.items()}
+        return {key: answering(handler) for key, handler in named.items()}
+
+    def sample(self, body: bytes) -> WireReply:
+        """The answer to a request for one trajectory."""
+        from safetensors.torch import save
+
+        tensors, facts = self.backend.sample(parsed(body))
+        return WireReply(200, save({name: each.contiguous() for name, each in tensors.items()}, facts), BINARY)
+
+
+def parsed(body: bytes) -> Body:
+    """The JSON object in a body. Raises ValueError if there is none."""
+    value = json.loads(body or b"{}")
+    if not isinstance(value, dict):
+        raise ValueError("the body is no JSON object")
+    return value
+
+
+def change(action: Callable[[bytes], None]) -> Handler:
+    """The handler of a request without a result."""
+
+    def answer(body: bytes) -> WireReply:
+        action(body)
+        return json_reply({"success": True})
+
+    return answer
+
+
+def answering(handler: Handler) -> Handler:
+    """The handler, whose exceptions become responses: 400 for a request that it cannot read, else 500."""
+
+    def answer(body: bytes) -> WireReply:
+        try:
+            return handler(body)
+        except (KeyError, TypeError, ValueError) as error:
+            return json_reply({"error": f"{type(error).__name__}: {error}"}, 400)
+        except Exception as error:  # a server tells its client, and goes on
+            return json_reply({"error": f"{type(error).__name__}: {error}"}, 500)
+
+    return answer
+
+
+class WireServer(ThreadingHTTPServer):
+    """Answers while its `serve_forever` runs, with one thread per connection."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    @property
+    def url(self) -> str:
+        """The address at which it listens."""
+        return f"http://{LOOPBACK}:{self.server_port}"
+
+
+def wire_server(port: int, routes: Mapping[tuple[str, str], Handler]) -> WireServer:
+    """A server of the loopback interface that answers with `routes`. Port 0 takes a free one."""
+
+    class WireHandler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self._answer("GET")
+
+        def do_POST(self) -> None:
+            self._answer("POST")
+
+        def _answer(self, method: str) -> None:
+            length = int(self.headers.get("content-length") or 0)
+            if length > MAX_BODY_BYTES:
+                self.close_connection = True
+                return self._send(json_reply({"error": f"the body has {length} bytes"}, 413))
+            body = self.rfile.read(length)
+            handler = routes.get((method, urlsplit(self.path).path))
+            self._send(handler(body) if handler else json_reply({"error": f"there is no {self.path}"}, 404))
+
+        def _send(self, reply: WireReply) -> None:
+            if reply.cut == 0:
+                self.close_connection = True
+                return
+            self.send_response(reply.status)
+            self.send_header("content-type", reply.content_type)
+            self.send_header("content-length", str(len(reply.body)))
+            self.end_headers()
+            if reply.cut is not None:
+                self.close_connection = True
+            end = len(reply.body) if reply.cut is None else int(len(reply.body) * reply.cut)
+            self.wfile.write(reply.body[:end])
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Requests are not logged."""
+
+    return WireServer((LOOPBACK, port), WireHandler)

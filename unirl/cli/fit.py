@@ -18,9 +18,9 @@ from unirl.plan.alternatives import FittingRecipe, alternatives
 from unirl.plan.devices import Device, device_named
 from unirl.plan.fit import FASTER, RUNGS, Saving, usable
 from unirl.plan.fit_together import (
-    PolicySettings,
     JointFit,
     PolicyRuns,
+    PolicySettings,
     free_rungs,
     policy_runs,
     savings_together,

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from unirl.rollout.engine.sglang.messages import KERNELS, MODULE
+from unirl.rollout.engine.vllm_omni.program.listener import WireServer
 from unirl.sde.kernels import EulerODE
-from unirl.testing.conformance.http_server import JsonReply, JsonServer, Routes, json_server
+from unirl.testing.conformance.http_server import JsonReply, Routes, json_server
 from unirl.testing.conformance.latent_model import LatentModel, SampledTrajectory, pipeline_of
 from unirl.testing.conformance.payloads import tensors_in
 from unirl.types.protocols import DtypeName, Kernel
@@ -294,7 +295,7 @@ def answering(handler: Callable[[Body], JsonReply]) -> Callable[[object], JsonRe
 
 def fake_sglang_diffusion(
     path: str, port: int, dtype: DtypeName, words: Sequence[str], fault: str | None
-) -> JsonServer:
+) -> WireServer:
     """A server that answers while its `serve_forever` runs.
 
     Args:

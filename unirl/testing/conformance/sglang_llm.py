@@ -23,7 +23,8 @@ from typing import Any
 from torch import Tensor
 
 from unirl.models.language.policy import tempered
-from unirl.testing.conformance.http_server import JsonReply, JsonServer, Routes, json_server
+from unirl.rollout.engine.vllm_omni.program.listener import WireServer
+from unirl.testing.conformance.http_server import JsonReply, Routes, json_server
 from unirl.testing.conformance.payloads import tensors_in
 from unirl.testing.conformance.token_model import TokenModel, bundle_of
 from unirl.testing.conformance.token_scheduler import DecodedRow, TokenScheduler
@@ -473,7 +474,7 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
     return parser.parse_known_args(list(words))[0]
 
 
-def fake_sglang(path: str, port: int, dtype: DtypeName, words: Sequence[str], fault: str | None) -> JsonServer:
+def fake_sglang(path: str, port: int, dtype: DtypeName, words: Sequence[str], fault: str | None) -> WireServer:
     """A server that answers while its `serve_forever` runs.
 
     Args:

@@ -92,7 +92,7 @@ page. Each combination takes the recipe of a family, replaces its keys by those 
 does one step of the training loop. The models are tiny, have random weights, and use the same classes as the full
 models. A cell is **yes** only if the step ended with a finite reward, an update and a gradient that was not zero. This
 page says nothing about models of full size. The card of each recipe states what was run at full size. Other engines
-(SGLang, vLLM-Omni) are not available.
+(SGLang, vLLM-Omni) are in [engines.md](engines.md).
 
 Measured on {date} at commit {commit} with {machine}."""
 

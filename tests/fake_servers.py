@@ -6,8 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from unirl.rollout.engine.vllm_omni.program.wire import WireServer
-from unirl.testing.conformance.http_server import JsonServer
+from unirl.rollout.engine.vllm_omni.program.listener import WireServer
 from unirl.testing.conformance.served import RECIPES, ServedModel
 from unirl.testing.conformance.sglang import fake_sglang_diffusion
 from unirl.testing.conformance.sglang_llm import fake_sglang
@@ -16,7 +15,7 @@ from unirl.types.protocols import DtypeName
 
 
 @contextmanager
-def running(server: JsonServer | WireServer) -> Iterator[str]:
+def running(server: WireServer) -> Iterator[str]:
     """A server that answers until the end of the block. Yields its address."""
     thread = threading.Thread(target=server.serve_forever)
     thread.start()

@@ -10,8 +10,7 @@ from unirl.config.errors import AddressError, InvalidValueError
 from unirl.config.failures import Session
 
 if TYPE_CHECKING:
-    from unirl.rollout.engine.vllm_omni.program.wire import WireServer
-    from unirl.testing.conformance.http_server import JsonServer
+    from unirl.rollout.engine.vllm_omni.program.listener import WireServer
     from unirl.testing.conformance.served import ServedModel
     from unirl.types.protocols import DtypeName
 
@@ -71,7 +70,7 @@ def fake(argv: Sequence[str]) -> int:
     return 0
 
 
-def fake_server(engine: str) -> "Callable[[ServedModel, int, Sequence[str], str | None], JsonServer | WireServer]":
+def fake_server(engine: str) -> "Callable[[ServedModel, int, Sequence[str], str | None], WireServer]":
     """The function that makes the fake server of an engine. It imports the models that the server needs."""
     if engine == "sglang":
         from unirl.testing.conformance.sglang import fake_sglang_diffusion

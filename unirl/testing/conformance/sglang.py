@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from unirl.rollout.engine.sglang.messages import KERNELS, MODULE
+from unirl.rollout.engine.vllm_omni.program.listener import WireServer
 from unirl.sde.kernels import EulerODE
-from unirl.testing.conformance.http_server import JsonReply, JsonServer, Routes, json_server
+from unirl.testing.conformance.http_server import JsonReply, Routes, json_server
 from unirl.testing.conformance.latent_model import LatentModel, SampledTrajectory, latent_model
 from unirl.testing.conformance.payloads import tensors_in
 from unirl.testing.conformance.served import ServedModel
@@ -293,7 +294,7 @@ def answering(handler: Callable[[Body], JsonReply]) -> Callable[[object], JsonRe
     return answer
 
 
-def fake_sglang_diffusion(model: ServedModel, port: int, words: Sequence[str], fault: str | None) -> JsonServer:
+def fake_sglang_diffusion(model: ServedModel, port: int, words: Sequence[str], fault: str | None) -> WireServer:
     """A server that answers while its `serve_forever` runs.
 
     Args:

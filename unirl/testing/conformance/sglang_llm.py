@@ -24,7 +24,8 @@ from torch import Tensor
 
 from unirl.models.language.bundle import LanguageBundle
 from unirl.models.language.policy import tempered
-from unirl.testing.conformance.http_server import JsonReply, JsonServer, Routes, json_server
+from unirl.rollout.engine.vllm_omni.program.listener import WireServer
+from unirl.testing.conformance.http_server import JsonReply, Routes, json_server
 from unirl.testing.conformance.payloads import tensors_in
 from unirl.testing.conformance.served import ServedModel
 from unirl.testing.conformance.token_model import TokenModel
@@ -474,7 +475,7 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
     return parser.parse_known_args(list(words))[0]
 
 
-def fake_sglang(model: ServedModel, port: int, words: Sequence[str], fault: str | None) -> JsonServer:
+def fake_sglang(model: ServedModel, port: int, words: Sequence[str], fault: str | None) -> WireServer:
     """A server that answers while its `serve_forever` runs.
 
     Args:

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from unirl.distributed.weight_sync.fingerprint import Fingerprint, fingerprints
 from unirl.rollout.engine.vllm_omni.families import FAMILIES
+from unirl.rollout.engine.vllm_omni.program.listener import Handler, WireReply, WireServer, wire_server
 from unirl.rollout.engine.vllm_omni.program.trajectory import RecordingScheduler, Schedule, seeded_draws
 from unirl.rollout.engine.vllm_omni.program.weights import WeightInlet
-from unirl.rollout.engine.vllm_omni.program.wire import Body, Handler, Wire, WireReply, WireServer, wire_server
+from unirl.rollout.engine.vllm_omni.program.wire import Body, Wire
 from unirl.sde.kernels import EulerODE
 from unirl.testing.conformance.latent_model import LatentModel, latent_model
 from unirl.testing.conformance.served import ServedModel

@@ -56,6 +56,7 @@ PRELOAD = (
 TRAIN = "train diffusion/sd3_trainside scale=toy num_rollouts=1 evaluation.eval_steps=0"
 CHECK = "check diffusion/sd3_trainside"
 LINT = "reward lint -r leash.rewards.Leash --plugins leash"
+PULL = "plugins=[leash] algorithm._target_=leash.losses.Pull"
 SCORER = """\
 import sys
 from unirl.reward.base import RewardScorer, single
@@ -65,6 +66,26 @@ class Leash(RewardScorer):
     BODY
 """
 MEAN = "request.images.mean(dim=(1, 2, 3))"
+LOSS = """\
+from dataclasses import dataclass
+import torch
+from unirl.algorithms.shared.denoising import DenoisingLoss
+from unirl.types.results import Metric
+
+BODY
+"""
+LOSS_CLASS = """\
+@dataclass(frozen=True, kw_only=True)
+class Pull(DenoisingLoss):
+    width: float = 1e-3
+
+    def old_quantities(self):
+        return ("logp",)
+
+    def policy_loss(self, new, rows, part, advantages, now):
+        losses = -advantages * (new.logp - self.old_logp(new, rows, part)).exp()
+        return RETURN
+"""
 
 
 @dataclass(frozen=True)
@@ -73,12 +94,15 @@ class Case:
 
     name: str
     command: str
-    """In it {train}, {check} and {lint} are commands, {run} a copy of a finished toy run, and {root} this checkout."""
+    """In it {train}, {check} and {lint} are commands, {pull} has the settings of an own loss, {run} is a copy of a
+    finished toy run, and {root} this checkout."""
     status: int
     rule: str
     """A regular expression that the output matches."""
     scorer: str = ""
     """The body of the class `leash.rewards.Leash`, a package in the folder of the case."""
+    loss: str = ""
+    """The text of the module `leash.losses` with the class `Pull`, or what its `policy_loss` returns."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Files that are there before, by path."""
     times: int = 1
@@ -99,12 +123,16 @@ class Case:
     def all_files(self) -> dict[str, str]:
         """The text of every file that is there before, by path."""
         text = SCORER.replace("BODY", self.scorer.replace("{mean}", MEAN))
-        package = {"leash/__init__.py": "", "leash/rewards.py": text}
-        return {name: text * self.times for name, text in self.files.items()} | (package if self.scorer else {})
+        own = {"leash/rewards.py": text} if self.scorer else {}
+        if self.loss:
+            body = self.loss if "class Pull" in self.loss else LOSS_CLASS.replace("RETURN", self.loss)
+            own |= {"leash/losses.py": LOSS.replace("BODY", body)}
+        package = {"leash/__init__.py": "", **own} if own else {}
+        return {name: text * self.times for name, text in self.files.items()} | package
 
     def words(self, run: str) -> list[str]:
         """The arguments of `unirl`, with the toy run in the folder `run`."""
-        spelled = self.command.format(train=TRAIN, check=CHECK, lint=LINT, run=shlex.quote(run), root=ROOT)
+        spelled = self.command.format(train=TRAIN, check=CHECK, lint=LINT, pull=PULL, run=shlex.quote(run), root=ROOT)
         return shlex.split(spelled)
 
 

@@ -133,4 +133,4 @@ def test_an_export_has_a_model_card_and_is_pushed_with_it(hub: Hub, tmp_path: Pa
     assert "largest difference" in text and "pytorch_lora_weights.safetensors" in hub.files
     peft = next(run.glob("export/*/peft/README.md")).read_text()
     assert "library_name: peft" in peft and "not loaded again" in peft
-    assert all("`toy` is built into UniRL" in page and "from_pretrained" not in page for page in (card, peft))
+    assert all("`toy` has random weights" in page and "from_pretrained" not in page for page in (card, peft))

@@ -116,7 +116,7 @@ def _read_scalar(value: object, annotation: object, context: ReadContext) -> obj
     except msgspec.ValidationError as error:
         raise context.wrong(value, wanted, _scalar_hint(value, kind, context.path)) from error
     if isinstance(result, float) and not math.isfinite(result):
-        raise context.wrong(value, f"a finite number, not {result}")
+        raise context.wrong(value, "a finite number")
     for about in get_args(annotation)[1:] if kind is not annotation else ():
         if isinstance(about, msgspec.Meta):
             _check_range(result, value, about, context)

@@ -100,7 +100,8 @@ def _problems(response: object, request: RewardRequest) -> Iterator[str]:
         yield f"{type(response).__name__}, not a RewardResponse"
         return
     yield from _column_problems("total", response.total, request)
-    for field, columns in (("components", response.components), ("logged_rewards", response.logged_rewards)):
+    fields: Mapping[str, object] = {"components": response.components, "logged_rewards": response.logged_rewards}
+    for field, columns in fields.items():
         if not isinstance(columns, dict):
             yield f"{field} as {type(columns).__name__}, not a dict of a tensor by name"
             continue

@@ -147,14 +147,18 @@ def _concat_columns(parts: Sequence[Mapping[str, Tensor]], responses: Sequence[R
 def objective_of(scorer: RewardScorer, images: Tensor, prompts: Sequence[str]) -> Tensor:
     """Returns the scorer's differentiable total [B] on the images' device. Raises RewardError (6002) if it has none."""
     scores: object = scorer.objective(images, prompts)
-    is_tensor, has_graph = isinstance(scores, Tensor), images.requires_grad and torch.is_grad_enabled()
-    if is_tensor and scores.shape == (len(images),) and (scores.requires_grad or not has_graph):
+    has_graph = images.requires_grad and torch.is_grad_enabled()
+    if not isinstance(scores, Tensor):
+        found = type(scores).__name__
+    elif scores.shape != (len(images),):
+        found = f"a tensor of shape {list(scores.shape)}"
+    elif has_graph and not scores.requires_grad:
+        found = f"a tensor of shape {list(scores.shape)} without a gradient"
+    else:
         return scores.to(images.device)
-    found = f"a tensor of shape {list(scores.shape)}" if is_tensor else type(scores).__name__
-    without = " without a gradient" if is_tensor and has_graph and not scores.requires_grad else ""
     lines = [
-        f"reward {name_of(scorer)!r}: {definition(type(scorer), 'objective')}: objective returned {found}{without}. It "
-        f"must return a tensor of shape [{len(images)}] with its gradient: one number per image, without detach()",
+        f"reward {name_of(scorer)!r}: {definition(type(scorer), 'objective')}: objective returned {found}. It must "
+        f"return a tensor of shape [{len(images)}] with its gradient: one number per image, without detach()",
         *contract_of(type(scorer), "objective"),
     ]
     raise RewardError("\n  ".join(lines))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from unirl.config.build import build
 from unirl.config.errors import CheckpointError, InvalidValueError
 from unirl.models.loading.adapter_files import Adapter, write_peft_adapter
+from unirl.models.loading.base_model import BaseModel
 from unirl.plan.threads import in_use, threads_of
 from unirl.train.backend.base import TrainBackend
 from unirl.train.backend.checkpoint import still_there
@@ -49,6 +50,10 @@ class ExportablePipeline(Protocol):
 
     @property
     def bundle(self) -> ExportableBundle: ...
+
+    @property
+    def base_model(self) -> BaseModel:
+        """The model before training, as its home library loads it."""
 
     def write_model(self, tensors: Mapping[str, Tensor], folder: Path) -> Path:
         """Write the whole model with `tensors` in place of its own."""
@@ -130,7 +135,7 @@ def _export_policy(
         with removed_if_unfinished(place):
             path = exporter.write(place, name, weights)
         difference = exporter.verify(place, name, texts, sampling, weights)
-        write_card(place, saved, name, difference, weights)
+        write_card(place, saved, name, difference, exporter.pipeline.base_model, weights)
         yield ExportedFile(f"{saved.policy} {name}".lstrip(), path, difference, saved.policy)
 
 

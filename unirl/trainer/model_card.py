@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import unirl
 from unirl.config.node import nodes_below
+from unirl.models.loading.base_model import OWN_LAYOUT, BaseModel
 from unirl.models.loading.hub import CONFIG, HUB_ID, MODEL_INDEX
 from unirl.tracking.run_directory import REMARKS
 from unirl.trainer.run_folder import SavedRun
@@ -16,21 +17,22 @@ from unirl.trainer.run_folder import SavedRun
 CARD = "README.md"
 OPTIONAL = ("feature_extractor", "image_encoder")
 """Components that diffusers' pipelines do without."""
-OWN_LAYOUT = "unirl"
-"""In place of a library, for a model whose publisher has a layout and code of its own."""
 
 
-def write_card(folder: Path, saved: SavedRun, format: str, difference: float | None, weights: str = "live") -> Path:
+def write_card(
+    folder: Path, saved: SavedRun, format: str, difference: float | None, base: BaseModel, weights: str = "live"
+) -> Path:
     """Writes the card of an export in a folder, and returns its path.
 
     Args:
         difference: largest difference between our sampler and the home library with the files; None if not compared.
+        base: the model before training.
         weights: `live`, or the snapshot that was exported.
     """
-    path = folder / CARD
+    path, name = folder / CARD, saved.recipe.config.model_path
     library = _library(folder, format)
-    base = saved.recipe.config.model_path
-    lines = [*_front_matter(library, format, base), *_about(saved, weights), *_use(folder, library, format, base)]
+    use = _use_full(folder, library) if format == "full" else _use_adapter(base, format, name)
+    lines = [*_front_matter(library, format, name), *_about(saved, weights), "## Use", "", *use, ""]
     lines += _limits(difference)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
@@ -80,49 +82,91 @@ def _class_of(folder: Path) -> str | None:
     return name if getattr(importlib.import_module("transformers"), name, None) is not None else None
 
 
-def _is_built_in(path: str | None) -> bool:
-    """True for a model of UniRL's own, such as `toy`, which no other library can load by its name."""
-    return path is not None and "/" not in path and not Path(path).exists()
-
-
-def _use(folder: Path, library: str, format: str, base: str | None) -> Iterator[str]:
-    yield "## Use"
-    yield ""
-    if format != "full" and _is_built_in(base):
-        yield f"The base model `{base}` is built into UniRL and is not on the hub. For a model that needs no base"
-        yield "model, export the run with `unirl export RUN --format full`."
-        yield ""
-        return
+def _use_full(folder: Path, library: str) -> Iterator[str]:
+    """The lines that load a whole model from the current folder."""
     if library == OWN_LAYOUT:
         yield "This folder has the files of the published repository. Give it to the published code of the model, or as"
         yield "`bundle.path` to UniRL."
-        yield ""
         return
-    yield "```python"
-    if format == "diffusers-lora":
-        yield "from diffusers import DiffusionPipeline"
-        yield ""
-        yield f"pipe = DiffusionPipeline.from_pretrained({_public_name(base)!r})"
-        yield 'pipe.load_lora_weights(".")  # this folder, or its id on the hub'
-    elif format == "peft":
-        yield "from peft import PeftModel"
-        yield ""
-        yield f'model = PeftModel.from_pretrained(base, ".")  # base: the trained network of {_public_name(base)!r}'
-    else:
-        kind = "DiffusionPipeline" if library == "diffusers" else str(_class_of(folder))
-        yield f"from {library} import {kind}"
-        yield ""
-        yield from _load_full(folder, kind)
-    yield "```"
-    yield ""
-
-
-def _load_full(folder: Path, kind: str) -> Iterator[str]:
-    """The lines that load a whole model. diffusers needs an explicit None for a component that the model lacks."""
+    kind = "DiffusionPipeline" if library == "diffusers" else str(_class_of(folder))
     absent = _absent_components(folder)
+    yield "```python"
+    yield f"from {library} import {kind}"
+    yield ""
+    yield from _absent_lines(absent)
+    yield f'model = {kind}.from_pretrained("."{_passed(absent)})  # this folder, or its id on the hub'
+    yield "```"
+    yield from _without_vae(absent)
+
+
+def _use_adapter(base: BaseModel, format: str, name: str | None) -> Iterator[str]:
+    """The lines that load an adapter from the current folder onto its base model.
+
+    Args:
+        name: hub id, folder or built-in name of the base model.
+    """
+    if base.is_toy:
+        yield f"The base model `{name}` has random weights and exists only inside of UniRL. For a model that needs no"
+        yield "base model, export the run with `unirl export RUN --format full`."
+        return
+    if base.library == OWN_LAYOUT:
+        yield f"The adapter belongs to the network of `{_public_name(name)}`. peft loads it onto that of the published"
+        yield 'code, `PeftModel.from_pretrained(network, ".")`, and UniRL with `backend.lora_cfg.path=<this folder>`.'
+        return
+    absent = [] if base.shipped is None else _absent_components(base.shipped)
+    yield "```python"
+    yield from _imports(base, format)
+    yield ""
+    yield _base_line(base, name)
+    yield from _absent_lines(absent)
+    if base.library == "transformers":
+        yield f'model = PeftModel.from_pretrained({base.loader}.from_pretrained(base), ".")  # this folder, or its id'
+    else:
+        yield f"pipe = {base.loader}.from_pretrained(base{_passed(absent)})"
+        adapted = f"pipe.{base.component}"
+        yield from (
+            [f'{adapted} = PeftModel.from_pretrained({adapted}, ".")  # this folder, or its id on the hub']
+            if format == "peft"
+            else base.lora_lines
+        )
+    yield "```"
+    yield from _without_vae(absent)
+
+
+def _imports(base: BaseModel, format: str) -> Iterator[str]:
+    if base.shipped is not None:
+        yield from ("from pathlib import Path", "", "import unirl")
+    if base.library == "diffusers":
+        yield f"from diffusers import {base.loader}"
+    if format == "peft":
+        yield "from peft import PeftModel"
+    if base.library == "transformers":
+        yield f"from transformers import {base.loader}"
+
+
+def _base_line(base: BaseModel, name: str | None) -> str:
+    if base.shipped is not None:
+        place = base.shipped.relative_to(Path(unirl.__file__).parent).as_posix()
+        return f'base = Path(unirl.__file__).parent / "{place}"  # it comes with UniRL'
+    is_local = name is not None and Path(name).exists()
+    return f'base = "{_public_name(name)}"' + "  # the folder of the base model" * is_local
+
+
+def _absent_lines(absent: Sequence[str]) -> Iterator[str]:
+    """diffusers needs an explicit None for a component that the model lacks."""
     if absent:
-        yield f"absent = dict.fromkeys({absent})  # the model has none of these"
-    yield f'model = {kind}.from_pretrained("."{", **absent" if absent else ""})  # this folder, or its id on the hub'
+        yield f"absent = dict.fromkeys({list(absent)})  # the model has none of these"
+
+
+def _passed(absent: Sequence[str]) -> str:
+    return ", **absent" if absent else ""
+
+
+def _without_vae(absent: Sequence[str]) -> Iterator[str]:
+    if "vae" in absent:
+        yield ""
+        yield "The model has no VAE: its latents are pixels. `unirl/models/sd3/quickstart/README.md` of UniRL has the"
+        yield "lines that draw an image with it."
 
 
 def _absent_components(folder: Path) -> list[str]:

@@ -153,6 +153,13 @@ class CheckpointBundle(LatentBundle):
     """A bundle that can load the trained module of its checkpoint once more, as exports do."""
 
     path: str
+    root: Path | None
+    """The folder with the files of the checkpoint. None for a toy."""
+
+    @property
+    def is_toy(self) -> bool:
+        """True for a model with random weights, which has no files."""
+        return self.root is None
 
     @abstractmethod
     def untrained(self) -> nn.Module:

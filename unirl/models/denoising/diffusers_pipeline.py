@@ -17,6 +17,7 @@ from unirl.models.denoising.embeddings import ConditionImages, PromptEmbeddings
 from unirl.models.denoising.pipeline import DiffusionPipeline, LatentPipeline
 from unirl.models.images import to_pil
 from unirl.models.loading.adapter_files import Adapter, write_diffusers_lora
+from unirl.models.loading.base_model import LOAD_LORA, BaseModel
 from unirl.models.loading.hub import components, quiet_libraries
 from unirl.sde.noise import NoiseSource
 from unirl.types.conditions import TextEmbedCondition
@@ -34,6 +35,24 @@ class DiffusersPipeline(DiffusionPipeline[DiffusersBundleT]):
 
     embed: PromptEmbeddings[TextEmbedCondition]
     lora_formats: ClassVar[tuple[str, ...]] = ("diffusers-lora", "peft")
+
+    @property
+    def base_model(self) -> BaseModel:
+        """The model before training, as diffusers loads it."""
+        family, path = self.bundle.family, self.bundle.path
+        return BaseModel(
+            library="diffusers",
+            loader="DiffusionPipeline",
+            component=self.bundle.facts.trainable_attr,
+            shipped=family.shipped.get(path),
+            is_toy=path in family.toys,
+            lora_lines=self.lora_lines,
+        )
+
+    @property
+    def lora_lines(self) -> tuple[str, ...]:
+        """The lines of Python that do what `load_lora` does, with an adapter in the current folder."""
+        return LOAD_LORA
 
     def sample_with_diffusers(
         self,

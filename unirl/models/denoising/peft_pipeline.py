@@ -13,6 +13,7 @@ from unirl.models.denoising.bundle import CheckpointBundle
 from unirl.models.denoising.diffusers_pipeline import sample_with_euler
 from unirl.models.denoising.pipeline import LatentPipeline
 from unirl.models.loading.adapter_files import Adapter, load_peft_adapter, write_peft_adapter
+from unirl.models.loading.base_model import OWN_LAYOUT, BaseModel
 from unirl.types.sampling import DiffusionSamplingParams
 
 BundleT = TypeVar("BundleT", bound=CheckpointBundle, covariant=True)
@@ -25,6 +26,11 @@ class PeftPipeline(LatentPipeline[BundleT]):
     """
 
     lora_formats: ClassVar[tuple[str, ...]] = ("peft",)
+
+    @property
+    def base_model(self) -> BaseModel:
+        """The model before training, in the layout of its publisher."""
+        return BaseModel(library=OWN_LAYOUT, is_toy=self.bundle.is_toy)
 
     def write_lora(self, folder: Path, adapter: Adapter) -> Path:
         """Write an adapter as a folder that peft loads onto the untrained network."""

@@ -19,6 +19,7 @@ from unirl.models.language.policy import tempered
 from unirl.models.language.stage import ARStage
 from unirl.models.language.tools import ToolBox
 from unirl.models.loading.adapter_files import Adapter, load_peft_adapter, write_peft_adapter
+from unirl.models.loading.base_model import BaseModel
 from unirl.models.loading.completeness import replace_tensors
 from unirl.models.loading.hub import quiet_libraries
 from unirl.sde.noise import NoiseSource
@@ -76,6 +77,17 @@ class TokenPipeline(ABC, Generic[BundleT]):
         """[sum L] log-probs of recorded tokens by a model of transformers: one row at a time, without packing."""
 
     # Export to transformers and peft
+
+    @property
+    def base_model(self) -> BaseModel:
+        """The model before training, as transformers loads it."""
+        bundle = self.bundle
+        return BaseModel(
+            library="transformers",
+            loader=bundle.family.network_class().__name__,
+            shipped=bundle.shipped.get(bundle.path),
+            is_toy=bundle.path in bundle.toys,
+        )
 
     def write_model(self, tensors: Mapping[str, Tensor], folder: Path) -> Path:
         """Write the model, with `tensors` in place of its own, and its tokenizer as a directory of transformers."""

@@ -276,6 +276,15 @@ class Wan22Pipeline(wan21.WanVideoPipeline[Wan22Bundle]):
             write_diffusers_lora(folder, replace(adapter, layers=layers), file=file)
         return folder
 
+    @property
+    def lora_lines(self) -> tuple[str, ...]:
+        if not self.bundle.has_experts:
+            return super().lora_lines
+        return tuple(
+            f'pipe.load_lora_weights(".", weight_name="{file}", load_into_transformer_2={part == LOW})'
+            for part, file in LORA_FILES.items()
+        )
+
     def load_lora(self, plain: PlainPipeline, folder: Path) -> None:
         if not self.bundle.has_experts:
             return super().load_lora(plain, folder)

@@ -12,6 +12,8 @@ same latents, which is checked. `all` returns the latents of all steps, `final` 
 Weights: `begin_weights`, `send_weights` and `end_weights` of an engine's server are compared with a plain copy of the
 same bytes to another process through a socket of the loopback interface.
 
+Cases can be measured one after another: the file of --json keeps the results of those that are not chosen.
+
 Each case is measured by two clocks. `wall` is the time that passes: the engine checks answers while its server samples
 the next one. `cpu` is the time of all cores in both processes, which other programs on the machine disturb less.
 
@@ -124,6 +126,7 @@ OMNI_WEIGHTS: Parts = {
     "stored in the network": (LatentModel, "store"),
     "fingerprints of what is held": (fake_omni.FakeOmni, "held"),
 }
+SGLANG = (SGLangRolloutEngine, fake_servers.sglang_diffusion)
 OMNI = (VLLMOmniRolloutEngine, fake_servers.vllm_omni)
 CASES = (
     Case(
@@ -420,8 +423,20 @@ def main(pairs: int, wanted: Sequence[str], path: str | None) -> None:
     for name, shares in parts.items():
         print(name, json.dumps(shares, indent=1))
     if path:
-        content = {"machine": machine(), "results": [asdict(each) for each in results], "breakdown": parts}
-        Path(path).write_text(json.dumps(content, indent=1) + "\n")
+        record(results, parts, Path(path))
+
+
+def record(results: Sequence[Ratio], parts: Mapping[str, Any], path: Path) -> None:
+    """Writes the results. A file that is there keeps those of other cases."""
+    former = json.loads(path.read_text()) if path.exists() else {"results": [], "breakdown": {}}
+    names = {each.name for each in results}
+    kept = [each for each in former["results"] if each["name"] not in names]
+    content = {
+        "machine": machine(),
+        "results": kept + [asdict(each) for each in results],
+        "breakdown": former["breakdown"] | dict(parts),
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -161,11 +161,12 @@ def client_of(
 
 def requests_of_the_engine() -> list[Exchange]:
     """All kinds of requests that the engine sends, recorded against a fake server."""
+    from unirl.testing.conformance.served import RECIPES, ServedModel
     from unirl.testing.conformance.sglang import fake_sglang_diffusion
 
     exchanges: list[Exchange] = []
     for kind in ("full", "adapters"):
-        fake = fake_sglang_diffusion("toy", 0, "fp32", (), None)
+        fake = fake_sglang_diffusion(ServedModel.of_recipe(RECIPES["sglang"]), 0, (), None)
         thread = threading.Thread(target=fake.serve_forever)
         thread.start()
         try:

@@ -192,13 +192,15 @@ def client(kind: str, folder: Path, **settings: object) -> Iterator[Client]:
 
 def requests_of_the_engine() -> list[Exchange]:
     """All kinds of requests that the engine sends, recorded against a fake server."""
+    from unirl.testing.conformance.served import RECIPES, ServedModel
     from unirl.testing.conformance.sglang_llm import fake_sglang
 
     exchanges: list[Exchange] = []
+    model = ServedModel.of_recipe(RECIPES["sglang_llm"])
     words = ["--enable-deterministic-inference", "--enable-memory-saver", "--enable-weights-cpu-backup"]
     lora = ["--enable-lora", "--max-lora-rank", "4", "--max-loaded-loras", "2"]
     for kind in ("full", "adapters"):
-        fake = fake_sglang("toy", 0, "fp32", words + (lora if kind == "adapters" else []), None)
+        fake = fake_sglang(model, 0, words + (lora if kind == "adapters" else []), None)
         thread = threading.Thread(target=fake.serve_forever)
         thread.start()
         try:

@@ -76,12 +76,13 @@ def omni_client(
 
 def requests_of_the_engine() -> list[Exchange]:
     """All kinds of requests that the engine sends, recorded against a fake server."""
+    from unirl.testing.conformance.served import RECIPES, ServedModel
     from unirl.testing.conformance.vllm_omni import fake_vllm_omni
 
     exchanges: list[Exchange] = []
     settings: Json = {"program": "fake", "concurrency": 1}  # one after another, so that their order is always the same
     for kind, transport in (("full", "http"), ("adapters", "ipc")):
-        fake = fake_vllm_omni("toy", 0, "fp32", (), None)
+        fake = fake_vllm_omni(ServedModel.of_recipe(RECIPES["vllm_omni"]), 0, (), None)
         thread = threading.Thread(target=fake.serve_forever)
         thread.start()
         try:

@@ -101,7 +101,7 @@ TOKEN_ALGORITHMS: Mapping[str, str] = {
     "distillation": "llm/quickstart_opd",
 }
 """The recipe of each algorithm for tokens."""
-SCHEDULES = ("joint", "alternating", "equal gradient norms", "images alone", "texts alone")
+SCHEDULES = ("joint", "alternating", "equal gradient norms", "equal loss sizes", "images alone", "texts alone")
 """How the tracks of a chain share an update, or which of them are trained."""
 TRAINSIDE = {"_target_": "unirl.rollout.engine.trainside.engine.TrainsideRolloutEngine"}
 ENGINES: Mapping[str, str | None] = {
@@ -189,6 +189,7 @@ def schedule_keys(row: str, schedule: str) -> tuple[str, dict[str, Any]]:
         "joint": {},
         "alternating": {"stack": {"schedule": "alternating"}},
         "equal gradient norms": {"stack": {"balance": "gradient_norm"}},
+        "equal loss sizes": {"stack": {"balance": "uncertainty"}},
         "images alone": {"trained": [tracks[-1]]},
         "texts alone": {"trained": list(tracks[:-1])},
     }

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from unirl.rollout.engine.vllm_omni.program.wire import WireServer
-from unirl.testing.conformance.http_server import JsonServer
+from unirl.rollout.engine.vllm_omni.program.listener import WireServer
+from unirl.testing.conformance.served import RECIPES, ServedModel
 from unirl.testing.conformance.sglang import fake_sglang_diffusion
 from unirl.testing.conformance.sglang_llm import fake_sglang
 from unirl.testing.conformance.vllm_omni import fake_vllm_omni
@@ -15,7 +15,7 @@ from unirl.types.protocols import DtypeName
 
 
 @contextmanager
-def running(server: JsonServer | WireServer) -> Iterator[str]:
+def running(server: WireServer) -> Iterator[str]:
     """A server that answers until the end of the block. Yields its address."""
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -32,19 +32,23 @@ def sglang(fault: str | None = None, *flags: str, seeds: bool = True, dtype: Dty
     """A fake SGLang server of the tiny Qwen3. Yields its address."""
     words = [*flags, "--enable-memory-saver", "--enable-weights-cpu-backup"]
     words += ["--enable-deterministic-inference"] if seeds else []
-    with running(fake_sglang("toy", 0, dtype, words, fault)) as url:
+    with running(fake_sglang(ServedModel.of_recipe(RECIPES["sglang_llm"], dtype=dtype), 0, words, fault)) as url:
         yield url
 
 
 @contextmanager
-def sglang_diffusion(fault: str | None = None, path: str = "toy", dtype: DtypeName = "fp32") -> Iterator[str]:
-    """A fake diffusion server of SGLang with the tiny SD3, or the model in a folder. Yields its address."""
-    with running(fake_sglang_diffusion(path, 0, dtype, (), fault)) as url:
+def sglang_diffusion(
+    fault: str | None = None, path: str = "toy", dtype: DtypeName = "fp32", recipe: str = RECIPES["sglang"]
+) -> Iterator[str]:
+    """A fake diffusion server of SGLang with the model of a recipe: tiny, or from a folder. Yields its address."""
+    with running(fake_sglang_diffusion(ServedModel.of_recipe(recipe, path, dtype), 0, (), fault)) as url:
         yield url
 
 
 @contextmanager
-def vllm_omni(fault: str | None = None, path: str = "toy", dtype: DtypeName = "fp32") -> Iterator[str]:
-    """A fake server of vLLM-Omni with the tiny SD3, or the model in a folder. Yields its address."""
-    with running(fake_vllm_omni(path, 0, dtype, (), fault)) as url:
+def vllm_omni(
+    fault: str | None = None, path: str = "toy", dtype: DtypeName = "fp32", recipe: str = RECIPES["vllm_omni"]
+) -> Iterator[str]:
+    """A fake server of vLLM-Omni with the model of a recipe: tiny, or from a folder. Yields its address."""
+    with running(fake_vllm_omni(ServedModel.of_recipe(recipe, path, dtype), 0, (), fault)) as url:
         yield url

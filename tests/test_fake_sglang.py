@@ -133,4 +133,4 @@ def test_the_command_lists_its_faults_and_refuses_others(capsys) -> None:
     assert main(["engines", "fake", "--fault", "swaprows"]) == 2
     assert "Did you mean 'swap-rows'?" in capsys.readouterr().err
     assert main(["engines", "fake", "--path", "/no/such"]) == 4
-    assert "Give toy, quickstart or the directory of a model" in capsys.readouterr().err
+    assert "--path '/no/such': no such directory" in capsys.readouterr().err

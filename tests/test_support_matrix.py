@@ -15,11 +15,14 @@ def test_the_page_and_the_readme_are_the_measured_result():
     assert readme == matrix.with_summary(readme, RESULT), "run scripts/support_matrix.py --render"
 
 
-def test_every_family_algorithm_and_engine_was_tried():
-    assert list(RESULT["cells"]) == list(matrix.FAMILIES)
-    for algorithms in RESULT["cells"].values():
-        assert list(algorithms) == list(matrix.ALGORITHMS)
-        assert all(list(engines) == list(matrix.ENGINES) for engines in algorithms.values())
+@pytest.mark.parametrize("name", matrix.SECTIONS)
+def test_every_row_column_and_engine_was_tried(name):
+    section = matrix.SECTIONS[name]
+    assert list(RESULT[name]) == list(section.labels)
+    for columns in RESULT[name].values():
+        assert list(columns) == list(section.columns)
+        assert all(list(engines) == list(matrix.ENGINES) for engines in columns.values())
+    assert {f"{name}/{row}" for row in section.labels} <= RESULT["measured"].keys()
 
 
 def test_every_recipe_of_a_trained_family_is_a_row():
@@ -34,13 +37,19 @@ def test_every_recipe_of_a_trained_family_is_a_row():
 def test_no_cell_failed_once_it_was_let_start():
     """A cell is yes, or refused beforehand with a reason: nothing breaks in the middle."""
     broken = {
-        f"{family}, {algorithm}, {engine}": cell
-        for family, algorithms in RESULT["cells"].items()
-        for algorithm, engines in algorithms.items()
+        f"{row}, {column}, {engine}": cell
+        for name in matrix.SECTIONS
+        for row, columns in RESULT[name].items()
+        for column, engines in columns.items()
         for engine, cell in engines.items()
         if not cell["ran"] and "refused" not in cell
     }
     assert broken == {}
+
+
+@pytest.mark.parametrize("row", matrix.CHAINS)
+def test_every_schedule_trains_the_tracks_of_a_network_on_every_engine(row):
+    assert all(cell["ran"] for engines in RESULT["tracks"][row].values() for cell in engines.values())
 
 
 @pytest.mark.parametrize("family", matrix.FAMILIES)

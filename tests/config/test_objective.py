@@ -65,6 +65,13 @@ def test_what_cannot_work_is_refused_with_rule_and_way_out(overrides, code, says
     assert says in str(error)
 
 
+def test_an_image_of_tokens_has_no_gradient():
+    words = ["rollout=trainside", "algorithm={_target_: unirl.algorithms.drtune.ReFL}"]
+    with pytest.raises(UniRLError, match="samples of NextStepPipeline have no gradient") as caught:
+        preflight(load("unified_model/nextstep_1_grpo", words))
+    assert caught.value.code == 2020
+
+
 def test_a_group_of_one_is_not_called_idle_where_nothing_is_compared():
     said = preflight(load(RECIPE)).notices
     assert not any("a group of one has no advantage" in line for line in said)

@@ -102,7 +102,10 @@ def test_klein_sends_its_latents_as_tokens(tmp_path) -> None:
     """The fake draws the noise of steps in the packed form, and packs trajectories."""
     trained = Flux2KleinPipeline(Flux2KleinBundle(**TOY))
     trained.write_model({}, tmp_path / "model")
-    with fake(path=str(tmp_path / "model")) as url, serving(tmp_path, url=url, family=KLEIN) as served:
+    with (
+        fake(path=str(tmp_path / "model"), recipe="diffusion/flux2_klein_trainside") as url,
+        serving(tmp_path, url=url, family=KLEIN) as served,
+    ):
         served.train()
         served.push()
         assert served.log_prob_gap(served.asking()) < ATOL

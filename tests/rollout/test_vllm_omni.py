@@ -94,7 +94,10 @@ def test_sampling_settings_reach_the_server(served, changes) -> None:
 def test_videos_are_sampled_as_images_are(tmp_path) -> None:
     trained = HunyuanVideo15Pipeline(HunyuanVideo15Bundle(**TOY))
     trained.write_model({}, tmp_path / "model")
-    with fake(path=str(tmp_path / "model")) as url, serving(tmp_path, url=url, family=VIDEO) as served:
+    with (
+        fake(path=str(tmp_path / "model"), recipe="diffusion/hunyuan_video15_t2v_dancegrpo_trainside") as url,
+        serving(tmp_path, url=url, family=VIDEO) as served,
+    ):
         served.train()
         served.push()
         frames = 1 + trained.facts.frame_scale
@@ -276,7 +279,7 @@ def test_settings_that_the_server_does_not_have_are_refused(served, changes, say
 
 
 def test_the_real_program_needs_its_package_and_finds_nothing_but_unirl(tmp_path) -> None:
-    with pytest.raises(DependencyError, match=r"pip install vllm==0\.30\.0 vllm-omni==0\.30\.0"):
+    with pytest.raises(DependencyError, match=r"unirl engines install vllm_omni\."):
         at(tmp_path, program="vllm_omni")
     server = at(
         tmp_path, program="vllm_omni", python_executable="python", engine_args={"enforce_eager": True}

@@ -1,6 +1,7 @@
 """`unirl engines`: their environments, and servers that speak the messages of an engine without its packages."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from unirl.cli.arguments import Parser, run_verb
@@ -9,8 +10,8 @@ from unirl.config.errors import AddressError, InvalidValueError
 from unirl.config.failures import Session
 
 if TYPE_CHECKING:
-    from unirl.rollout.engine.vllm_omni.program.wire import WireServer
-    from unirl.testing.conformance.http_server import JsonServer
+    from unirl.rollout.engine.vllm_omni.program.listener import WireServer
+    from unirl.testing.conformance.served import ServedModel
     from unirl.types.protocols import DtypeName
 
 EXAMPLES = (
@@ -39,12 +40,17 @@ def fake(argv: Sequence[str]) -> int:
         default="toy",
         help="toy (random weights), quickstart (trained; tokens only), or the folder of a model",
     )
+    parser.option(
+        "--bundle", metavar="CLASS", help="with --pipeline: the classes of the model (default: those of a recipe)"
+    )
+    parser.option("--pipeline", metavar="CLASS", help="see --bundle")
     parser.option("--port", type=int, default=0, help="the port of 127.0.0.1; 0 takes a free one, which is printed")
     parser.option("--dtype", choices=list(DTYPES), default="float32", help="the dtype of the model")
     parser.option("--fault", metavar="NAME", help="make a mistake, to test a client; `list` prints their names")
     parser.epilog = "Arguments after -- are those of the real server."
     options = parser.parse(own)
     from unirl.testing.conformance.faults import FAULTS, checked_fault
+    from unirl.testing.conformance.served import RECIPES, ServedModel
 
     if options.fault == "list":
         print("\n".join(f"{name:<18}{summary}" for name, summary in FAULTS[options.engine].items()))
@@ -52,8 +58,11 @@ def fake(argv: Sequence[str]) -> int:
     if not 0 <= options.port <= 65535:
         raise InvalidValueError(f"--port {options.port} is no port: give a number from 0 to 65535")
     fault = checked_fault(options.engine, options.fault)
+    model = ServedModel.of_recipe(RECIPES[options.engine], options.path, DTYPES[options.dtype])
+    if options.bundle is not None and options.pipeline is not None:
+        model = replace(model, bundle=options.bundle, pipeline=options.pipeline)
     try:
-        server = fake_server(options.engine)(options.path, options.port, DTYPES[options.dtype], theirs, fault)
+        server = fake_server(options.engine)(model, options.port, theirs, fault)
     except OSError as error:
         raise AddressError(f"--port {options.port} cannot be used: {error}. Give another one, or 0") from error
     print(server.url, flush=True)
@@ -61,7 +70,7 @@ def fake(argv: Sequence[str]) -> int:
     return 0
 
 
-def fake_server(engine: str) -> "Callable[[str, int, DtypeName, Sequence[str], str | None], JsonServer | WireServer]":
+def fake_server(engine: str) -> "Callable[[ServedModel, int, Sequence[str], str | None], WireServer]":
     """The function that makes the fake server of an engine. It imports the models that the server needs."""
     if engine == "sglang":
         from unirl.testing.conformance.sglang import fake_sglang_diffusion

@@ -1,4 +1,4 @@
-"""`unirl quickstart [llm|vlm]`: trains a built-in recipe on a CPU, reports the result, and checks the improvement."""
+"""`unirl quickstart [llm|vlm|pe]`: trains a built-in recipe on a CPU, reports the result, checks for improvement."""
 
 import json
 from collections.abc import Sequence

@@ -219,6 +219,11 @@ def _reward_gradient_problems(config: RecipeConfig, needs: Needs, plan: Placemen
                 f"a scorer with an `objective`, such as {dotted_name(PickScoreRewardScorer)}, or a loss on rewards "
                 f"alone, such as {dotted_name(DiffusionGRPO)}"
             )
+    if not capabilities_of(config.pipeline).differentiable:
+        yield (
+            f"{loss} differentiates through sampling, and samples of {config.pipeline.class_name} have no gradient. "
+            f"Choose a loss on replayed steps, such as {dotted_name(DiffusionGRPO)}"
+        )
     if plan.is_dedicated:
         yield (
             f"{loss} differentiates through sampling, which needs the trained weights themselves, and "

@@ -179,7 +179,7 @@ class Needs:
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """Features that an engine or a reward supports."""
+    """Features that an engine, a reward or a pipeline supports."""
 
     old_logp: OldLogp = "replay"
     """The origin of the log-probs of an engine's samples under the policy that sampled them."""
@@ -194,6 +194,7 @@ class Capabilities:
     tools: bool = False
     """The engine can run tools within a response."""
     differentiable: bool = False
+    """The scores of a reward, or the samples of a pipeline, have a gradient."""
     recorded: bool = False
     """The engine returns recorded samples instead of generating; the reward reads what was recorded about them."""
     modalities: tuple[str, ...] = ()

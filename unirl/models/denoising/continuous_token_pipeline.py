@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
 
@@ -17,6 +17,7 @@ from unirl.models.loading.checkpoint import VAE
 from unirl.models.loading.hub import quiet_libraries
 from unirl.models.loading.lora import adapted_layers
 from unirl.types.conditions import Conditions, LatentCondition
+from unirl.types.protocols import Capabilities
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,6 +64,8 @@ BundleT = TypeVar("BundleT", bound=ContinuousTokenBundle, covariant=True)
 
 class ContinuousTokenPipeline(PeftPipeline[BundleT]):
     """A pipeline that gives replays the finished images, and exports the network in one file with its configuration."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities(modalities=("image",))
 
     def replayed(self, conditions: Conditions, latents: Tensor) -> Conditions:
         """The conditions, with the finished image, on whose earlier tokens each token depends."""

@@ -35,7 +35,7 @@ from unirl.types.segments import LatentSegment
 LatentBundleT = TypeVar("LatentBundleT", bound=LatentBundle, covariant=True)
 BundleT = TypeVar("BundleT", bound=DiffusionBundle, covariant=True)
 
-VIDEO = Capabilities(modalities=("video",))
+VIDEO = Capabilities(modalities=("video",), differentiable=True)
 CANARY_SIGMA = 0.5
 CANARY_SIDE_TOKENS = 4
 CANARY_SEQUENCE_LENGTH = 32
@@ -44,7 +44,7 @@ CANARY_SEQUENCE_LENGTH = 32
 class LatentPipeline(ABC, Generic[LatentBundleT]):
     """Generates images or videos from prompts: encodes them, samples latents, and decodes these."""
 
-    capabilities: ClassVar[Capabilities] = Capabilities(modalities=("image",))
+    capabilities: ClassVar[Capabilities] = Capabilities(modalities=("image",), differentiable=True)
     """Video families set `VIDEO`."""
 
     def __init__(

@@ -156,7 +156,7 @@ class HunyuanImage3Bundle(UnifiedBundle):
 class HunyuanImage3Pipeline(UnifiedPipeline[HunyuanImage3Bundle]):
     """Text to image with HunyuanImage-3, with or without texts before it, and export in the published layout."""
 
-    capabilities: ClassVar[Capabilities] = Capabilities(modalities=("image", "text"))
+    capabilities: ClassVar[Capabilities] = Capabilities(modalities=("image", "text"), differentiable=True)
     text_tracks: ClassVar[tuple[str, ...]] = TEXT_TRACKS
 
     def __init__(

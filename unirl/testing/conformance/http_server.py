@@ -1,17 +1,13 @@
-"""An HTTP server of JSON messages with one thread per connection, from the standard library."""
+"""An HTTP server of JSON messages, on that of the program for vLLM-Omni."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import urlsplit
 
 import msgspec
 
-LOOPBACK = "127.0.0.1"
-MAX_BODY_BYTES = 2**30
-"""Largest request that is read."""
+from unirl.rollout.engine.vllm_omni.program.listener import JSON, WireReply, WireServer, wire_server
 
 
 @dataclass(frozen=True)
@@ -23,68 +19,33 @@ class JsonReply:
     cut: float | None = None
     """The share of the body that is sent before the connection closes. None: all of it. 0: no response at all."""
 
+    def on_the_wire(self) -> WireReply:
+        """The response with its bytes."""
+        if isinstance(self.body, bytes):
+            return WireReply(self.status, self.body, None, self.cut)
+        return WireReply(self.status, msgspec.json.encode(self.body), JSON, self.cut)
 
-Handler = Callable[[object], JsonReply]
-Routes = Mapping[tuple[str, str], Handler]
+
+JsonHandler = Callable[[object], JsonReply]
+Routes = Mapping[tuple[str, str], JsonHandler]
 """Method and path to the function that answers."""
+NOT_FOUND = JsonReply(404, {"detail": "Not Found"})
 
 
-class JsonServer(ThreadingHTTPServer):
-    """Answers while its `serve_forever` runs."""
-
-    daemon_threads = True
-    request_queue_size = 128
-
-    @property
-    def url(self) -> str:
-        """The address at which it listens."""
-        return f"http://{LOOPBACK}:{self.server_port}"
-
-
-def json_server(port: int, routes: Routes) -> JsonServer:
+def json_server(port: int, routes: Routes) -> WireServer:
     """A server of the loopback interface that answers with `routes`. Port 0 takes a free one."""
+    named = {key: decoding(handler) for key, handler in routes.items()}
+    return wire_server(port, named, NOT_FOUND.on_the_wire())
 
-    class JsonConnection(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
 
-        def do_GET(self) -> None:
-            self._answer("GET")
+def decoding(handler: JsonHandler) -> Callable[[bytes], WireReply]:
+    """The handler of a body of bytes. One that is no JSON is answered with 400."""
 
-        def do_POST(self) -> None:
-            self._answer("POST")
+    def answer(content: bytes) -> WireReply:
+        try:
+            body = msgspec.json.decode(content) if content else {}
+        except msgspec.DecodeError as error:
+            return JsonReply(400, {"object": "error", "message": str(error)}).on_the_wire()
+        return handler(body).on_the_wire()
 
-        def _answer(self, method: str) -> None:
-            length = int(self.headers.get("content-length") or 0)
-            if length > MAX_BODY_BYTES:
-                self.close_connection = True
-                return self._send(JsonReply(413, {"error": {"message": f"the body has {length} bytes"}}))
-            content = self.rfile.read(length)
-            handler = routes.get((method, urlsplit(self.path).path))
-            if handler is None:
-                return self._send(JsonReply(404, {"detail": "Not Found"}))
-            try:
-                body = msgspec.json.decode(content) if content else {}
-            except msgspec.DecodeError as error:
-                return self._send(JsonReply(400, {"object": "error", "message": str(error)}))
-            self._send(handler(body))
-
-        def _send(self, reply: JsonReply) -> None:
-            is_raw = isinstance(reply.body, bytes)
-            data = reply.body if isinstance(reply.body, bytes) else msgspec.json.encode(reply.body)
-            if reply.cut == 0:
-                self.close_connection = True
-                return
-            self.send_response(reply.status)
-            if not is_raw:
-                self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(data)))
-            self.end_headers()
-            if reply.cut is not None:
-                self.close_connection = True
-                data = data[: int(len(data) * reply.cut)]
-            self.wfile.write(data)
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Requests are not logged."""
-
-    return JsonServer((LOOPBACK, port), JsonConnection)
+    return answer

@@ -3,49 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from unirl.config.errors import NotFoundError
-from unirl.models.denoising.bundle import DiffusersBundle
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline
-from unirl.models.flux2_klein.family import Flux2KleinBundle, Flux2KleinPipeline
-from unirl.models.hunyuan_video15.family import HunyuanVideo15Bundle, HunyuanVideo15Pipeline
-from unirl.models.loading.hub import read_json
 from unirl.models.loading.lora import inject_lora
-from unirl.models.sd3.family import SD3Bundle, SD3Pipeline
 from unirl.rollout.engine.serving.payloads import bytes_of
 from unirl.rollout.engine.sglang.families import FAMILIES, ServedFamily
 from unirl.rollout.engine.sglang.messages import tensor_hash
+from unirl.testing.conformance.served import ServedModel
 from unirl.testing.conformance.token_model import adapter_parameter
 from unirl.types.facts import LoraSpec
-from unirl.types.protocols import DtypeName
 from unirl.types.sampling import DiffusionSamplingParams
-
-SERVED: Sequence[tuple[type[DiffusersBundle], type[DiffusersPipeline[Any]]]] = (
-    (SD3Bundle, SD3Pipeline),
-    (Flux2KleinBundle, Flux2KleinPipeline),
-    (HunyuanVideo15Bundle, HunyuanVideo15Pipeline),
-)
-
-
-def pipeline_of(path: str, dtype: DtypeName) -> DiffusersPipeline[Any]:
-    """The model that `path` names: `toy`, which is SD3's, or a directory of diffusers."""
-    if path == "toy":
-        return SD3Pipeline(SD3Bundle(path=path, dtype=dtype))
-    index = Path(path) / "model_index.json"
-    if not index.is_file():
-        raise NotFoundError(f"--path {path}: there is no {index}. Give toy, or the directory of a model of diffusers")
-    kind = read_json(index)["_class_name"]
-    for bundle, pipeline in SERVED:
-        if kind == bundle.family.pipeline:
-            return pipeline(bundle(path=path, dtype=dtype))
-    raise NotFoundError(f"--path {path}: there is no fake server for {kind}")
 
 
 @dataclass(frozen=True)
@@ -140,3 +113,10 @@ class LatentModel:
         missing = sorted(name for name in hashes if name not in parameters)
         present = [name for name in hashes if name in parameters]
         return missing, sorted(name for name in present if tensor_hash(parameters[name].data) != hashes[name])
+
+
+def latent_model(model: ServedModel) -> LatentModel:
+    """The network of a model of diffusers."""
+    pipeline = model.load()
+    assert isinstance(pipeline, DiffusersPipeline), f"{model.pipeline} is no pipeline of diffusers"
+    return LatentModel(pipeline)

@@ -24,11 +24,13 @@ import torch
 from torch import Tensor
 
 from unirl.rollout.engine.sglang.messages import KERNELS, MODULE
+from unirl.rollout.engine.vllm_omni.program.listener import WireServer
 from unirl.sde.kernels import EulerODE
-from unirl.testing.conformance.http_server import JsonReply, JsonServer, Routes, json_server
-from unirl.testing.conformance.latent_model import LatentModel, SampledTrajectory, pipeline_of
+from unirl.testing.conformance.http_server import JsonReply, Routes, json_server
+from unirl.testing.conformance.latent_model import LatentModel, SampledTrajectory, latent_model
 from unirl.testing.conformance.payloads import tensors_in
-from unirl.types.protocols import DtypeName, Kernel
+from unirl.testing.conformance.served import ServedModel
+from unirl.types.protocols import Kernel
 from unirl.types.sampling import DiffusionSamplingParams
 
 VERSION = "0.5.23"
@@ -292,15 +294,12 @@ def answering(handler: Callable[[Body], JsonReply]) -> Callable[[object], JsonRe
     return answer
 
 
-def fake_sglang_diffusion(
-    path: str, port: int, dtype: DtypeName, words: Sequence[str], fault: str | None
-) -> JsonServer:
+def fake_sglang_diffusion(model: ServedModel, port: int, words: Sequence[str], fault: str | None) -> WireServer:
     """A server that answers while its `serve_forever` runs.
 
     Args:
-        path: `toy`, or the directory of a model of diffusers.
         words: arguments of the real server, which are ignored.
         fault: a name of `FAULTS["sglang"]`.
     """
-    fake = FakeSGLangDiffusion(LatentModel(pipeline_of(path, dtype)), path, fault)
+    fake = FakeSGLangDiffusion(latent_model(model), model.path, fault)
     return json_server(port, fake.routes())

@@ -22,12 +22,14 @@ from typing import Any
 
 from torch import Tensor
 
+from unirl.models.language.bundle import LanguageBundle
 from unirl.models.language.policy import tempered
-from unirl.testing.conformance.http_server import JsonReply, JsonServer, Routes, json_server
+from unirl.rollout.engine.vllm_omni.program.listener import WireServer
+from unirl.testing.conformance.http_server import JsonReply, Routes, json_server
 from unirl.testing.conformance.payloads import tensors_in
-from unirl.testing.conformance.token_model import TokenModel, bundle_of
+from unirl.testing.conformance.served import ServedModel
+from unirl.testing.conformance.token_model import TokenModel
 from unirl.testing.conformance.token_scheduler import DecodedRow, TokenScheduler
-from unirl.types.protocols import DtypeName
 from unirl.types.sampling import ARSamplingParams
 
 VERSION = "0.5.23"
@@ -473,15 +475,15 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
     return parser.parse_known_args(list(words))[0]
 
 
-def fake_sglang(path: str, port: int, dtype: DtypeName, words: Sequence[str], fault: str | None) -> JsonServer:
+def fake_sglang(model: ServedModel, port: int, words: Sequence[str], fault: str | None) -> WireServer:
     """A server that answers while its `serve_forever` runs.
 
     Args:
-        path: `toy`, `quickstart`, or the directory of a model.
         words: arguments of the real server.
         fault: a name of `FAULTS`.
     """
-    bundle = bundle_of(path, dtype)
+    bundle = model.load().bundle
+    assert isinstance(bundle, LanguageBundle), f"{model.bundle} is no language model"
     name = str(bundle.dtype).removeprefix("torch.")
-    fake = FakeSGLang(TokenModel(bundle), path, name, parsed(words), fault)
+    fake = FakeSGLang(TokenModel(bundle), model.path, name, parsed(words), fault)
     return json_server(port, fake.routes())

@@ -4,38 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from unirl.config.errors import NotFoundError
 from unirl.models.language.bundle import LanguageBundle
 from unirl.models.language.packing import prompt_tokens
-from unirl.models.loading.hub import read_json
 from unirl.models.loading.lora import inject_lora
-from unirl.models.qwen3.family import Qwen3Bundle
-from unirl.models.qwen_vl.family import QwenVLBundle
 from unirl.types.facts import LoraSpec
-from unirl.types.protocols import DtypeName
 
-BUNDLES: Sequence[type[LanguageBundle]] = (Qwen3Bundle, QwenVLBundle)
 ROWS_PER_FORWARD = 64
-
-
-def bundle_of(path: str, dtype: DtypeName) -> LanguageBundle:
-    """The model that `path` names: `toy` or `quickstart`, which are Qwen3's, or a directory."""
-    if path in Qwen3Bundle.toys or path in Qwen3Bundle.shipped:
-        return Qwen3Bundle(path=path, dtype=dtype)
-    config = Path(path) / "config.json"
-    if not config.is_file():
-        raise NotFoundError(f"--path {path}: there is no {config}. Give toy, quickstart or the directory of a model")
-    kind = read_json(config).get("model_type")
-    for bundle in BUNDLES:
-        if kind in bundle.families:
-            return bundle(path=path, dtype=dtype)
-    raise NotFoundError(f"--path {path}: its model_type={kind!r} is none that UniRL has")
 
 
 class TokenModel:

@@ -21,14 +21,15 @@ from torch import Tensor
 
 from unirl.distributed.weight_sync.fingerprint import Fingerprint, fingerprints
 from unirl.rollout.engine.vllm_omni.families import FAMILIES
+from unirl.rollout.engine.vllm_omni.program.listener import Handler, WireReply, WireServer, wire_server
 from unirl.rollout.engine.vllm_omni.program.trajectory import RecordingScheduler, Schedule, seeded_draws
 from unirl.rollout.engine.vllm_omni.program.weights import WeightInlet
-from unirl.rollout.engine.vllm_omni.program.wire import Body, Handler, Wire, WireReply, WireServer, wire_server
+from unirl.rollout.engine.vllm_omni.program.wire import Body, Wire
 from unirl.sde.kernels import EulerODE
-from unirl.testing.conformance.latent_model import LatentModel, pipeline_of
+from unirl.testing.conformance.latent_model import LatentModel, latent_model
+from unirl.testing.conformance.served import ServedModel
 from unirl.testing.conformance.sglang import CHANGES_AT, DIES_AT, EVERY, SLOW_S, LatentExchange
 from unirl.testing.conformance.token_model import adapter_parameter
-from unirl.types.protocols import DtypeName
 from unirl.types.sampling import DiffusionSamplingParams
 
 CPU = torch.device("cpu")
@@ -192,15 +193,14 @@ def broken(handler: Handler, fault: str | None) -> Handler:
     return answer
 
 
-def fake_vllm_omni(path: str, port: int, dtype: DtypeName, words: Sequence[str], fault: str | None) -> WireServer:
+def fake_vllm_omni(model: ServedModel, port: int, words: Sequence[str], fault: str | None) -> WireServer:
     """A server that answers while its `serve_forever` runs.
 
     Args:
-        path: `toy`, or the directory of a model of diffusers.
         words: arguments of the real server, which are ignored.
         fault: a name of `FAULTS["vllm_omni"]`.
     """
-    fake = FakeOmni(LatentModel(pipeline_of(path, dtype)), path, fault)
+    fake = FakeOmni(latent_model(model), model.path, fault)
     routes = dict(Wire(fake).routes())
     sample: Callable[[bytes], WireReply] = routes["POST", "/sample"]
     routes["POST", "/sample"] = broken(sample, fault)

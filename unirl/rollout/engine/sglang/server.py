@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from unirl.config.errors import EngineError, IncompatibleError, SyncError
 from unirl.config.http import Reply
 from unirl.distributed.weight_sync.base import WeightLayout
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, pipeline_class
+from unirl.rollout.engine.serving.fake import fake_command
 from unirl.rollout.engine.serving.http_server import HttpServer, ServerAccess, option_words
 from unirl.rollout.engine.serving.latents import LatentAnswer, LatentRequest, LatentServer, model_folder
 from unirl.rollout.engine.serving.process import LOOPBACK, free_port
@@ -124,9 +124,8 @@ class SGLangDiffusionServer(HttpServer, LatentServer):
     def words(self, python: str, port: int) -> list[str]:
         own = ["--port", str(port), "--model-id", self.model_id, "--dit-precision", self._precision]
         if self.settings.program == "fake":
-            fake = [sys.executable, "-m", "unirl.cli", "engines", "fake", "--engine", "sglang"]
-            options = ["--path", str(self.root), "--port", str(port), "--dtype", self._dtype]
-            return [*fake, *options, "--", "--model-id", self.model_id, *self._flags(), *self.extra_words]
+            fake = fake_command("sglang", self.pipeline, self.root, port)
+            return [*fake, "--", "--model-id", self.model_id, *self._flags(), *self.extra_words]
         launch = [python, "-m", "sglang.multimodal_gen.runtime.launch_server", "--model-path", str(self.root)]
         encoders = ["--text-encoder-precisions", *[self._precision] * self.family.num_text_encoders]
         ports = ["--scheduler-port", str(free_port()), "--master-port", str(free_port())]

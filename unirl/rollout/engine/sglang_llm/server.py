@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import shutil
-import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +18,7 @@ from unirl.config.errors import EngineError, IncompatibleError, SyncError
 from unirl.config.http import PROBE_TIMEOUT_S, RequestFailed, ServerBusy
 from unirl.distributed.weight_sync.base import WeightLayout
 from unirl.models.language.pipeline import TextPipeline
+from unirl.rollout.engine.serving.fake import fake_command
 from unirl.rollout.engine.serving.http_server import HttpServer, ServerAccess, option_words
 from unirl.rollout.engine.serving.payloads import copied
 from unirl.rollout.engine.serving.process import LOOPBACK
@@ -115,8 +115,8 @@ class SGLangServer(HttpServer, TokenServer):
     def words(self, python: str, port: int) -> list[str]:
         own = ["--port", str(port), "--dtype", self._dtype]
         if self.settings.program == "fake":
-            fake = [sys.executable, "-m", "unirl.cli", "engines", "fake", "--engine", "sglang_llm"]
-            return [*fake, "--path", str(self.root), *own, "--", *self._flags(), *self.extra_words]
+            fake = fake_command("sglang_llm", self.pipeline, self.root, port)
+            return [*fake, "--", *self._flags(), *self.extra_words]
         launch = [python, "-m", "sglang.launch_server", "--model-path", str(self.root), "--host", LOOPBACK]
         return [*launch, *own, *self._flags(), *self.extra_words]
 

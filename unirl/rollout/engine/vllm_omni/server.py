@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from unirl.config.http import Reply
 from unirl.distributed.weight_sync.base import WeightLayout
 from unirl.distributed.weight_sync.fingerprint import Fingerprint
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline
+from unirl.rollout.engine.serving.fake import fake_command
 from unirl.rollout.engine.serving.http_server import HttpServer, ServerAccess, shown
 from unirl.rollout.engine.serving.latents import LatentAnswer, LatentRequest, LatentServer, model_folder
 from unirl.rollout.engine.serving.sigma_verify import UsedSettings
@@ -120,8 +120,7 @@ class VLLMOmniServer(HttpServer, LatentServer):
 
     def words(self, python: str, port: int) -> list[str]:
         if self.settings.program == "fake":
-            fake = [sys.executable, "-m", "unirl.cli", "engines", "fake", "--engine", "vllm_omni"]
-            return [*fake, "--path", str(self.root), "--port", str(port), "--dtype", self._dtype]
+            return fake_command("vllm_omni", self.pipeline, self.root, port)
         return [python, "-m", PROGRAM, "--port", str(port), "--settings", json.dumps(self.engine_settings())]
 
     def env(self) -> Mapping[str, str]:

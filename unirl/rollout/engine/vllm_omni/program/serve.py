@@ -10,13 +10,15 @@ import argparse
 import asyncio
 import json
 import threading
+import uuid
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from unirl.distributed.weight_sync.fingerprint import Fingerprint
-from unirl.rollout.engine.vllm_omni.program.wire import Body, Wire, wire_server
+from unirl.rollout.engine.vllm_omni.program.listener import wire_server
+from unirl.rollout.engine.vllm_omni.program.wire import Body, Wire
 from unirl.rollout.engine.vllm_omni.program.worker import ORDER
 
 EXTENSION = "unirl.rollout.engine.vllm_omni.program.worker.SamplingWorker"
@@ -142,7 +144,7 @@ def request_of(order: Body, adapter: Any) -> Any:
     return OmniDiffusionRequest(
         prompt={"prompt": order["prompt"], "negative_prompt": order["negative_prompt"]},
         sampling_params=params,
-        request_id=order["id"],
+        request_id=f"{order['id']}-{uuid.uuid4().hex}",  # it may be repeated while the first one still runs
         batch_compatibility_key=(key,),
     )
 

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import asdict
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 
 from torch import Tensor
 
 from unirl.distributed.weight_sync.fingerprint import Fingerprint
+from unirl.rollout.engine.vllm_omni.program.listener import Handler, WireReply, json_reply
 
-LOOPBACK = "127.0.0.1"
-MAX_BODY_BYTES = 2**34
 LENGTH_BYTES = 8
-JSON, BINARY = "application/json", "application/octet-stream"
+BINARY = "application/octet-stream"
 Body = dict[str, Any]
 
 
@@ -48,25 +45,6 @@ class SamplingBackend(Protocol):
     def sleep(self) -> None: ...
 
     def wake_up(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class WireReply:
-    """A response."""
-
-    status: int
-    body: bytes
-    content_type: str = JSON
-    cut: float | None = None
-    """The share of the body that is sent before the connection closes. None: all of it. 0: no response at all."""
-
-
-Handler = Callable[[bytes], WireReply]
-
-
-def json_reply(body: object, status: int = 200) -> WireReply:
-    """A response with a JSON body."""
-    return WireReply(status, json.dumps(body).encode())
 
 
 def bucket_body(header: Mapping[str, Any], data: bytes | memoryview = b"") -> bytes:
@@ -157,55 +135,3 @@ def answering(handler: Handler) -> Handler:
             return json_reply({"error": f"{type(error).__name__}: {error}"}, 500)
 
     return answer
-
-
-class WireServer(ThreadingHTTPServer):
-    """Answers while its `serve_forever` runs, with one thread per connection."""
-
-    daemon_threads = True
-    request_queue_size = 128
-
-    @property
-    def url(self) -> str:
-        """The address at which it listens."""
-        return f"http://{LOOPBACK}:{self.server_port}"
-
-
-def wire_server(port: int, routes: Mapping[tuple[str, str], Handler]) -> WireServer:
-    """A server of the loopback interface that answers with `routes`. Port 0 takes a free one."""
-
-    class WireHandler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
-            self._answer("GET")
-
-        def do_POST(self) -> None:
-            self._answer("POST")
-
-        def _answer(self, method: str) -> None:
-            length = int(self.headers.get("content-length") or 0)
-            if length > MAX_BODY_BYTES:
-                self.close_connection = True
-                return self._send(json_reply({"error": f"the body has {length} bytes"}, 413))
-            body = self.rfile.read(length)
-            handler = routes.get((method, urlsplit(self.path).path))
-            self._send(handler(body) if handler else json_reply({"error": f"there is no {self.path}"}, 404))
-
-        def _send(self, reply: WireReply) -> None:
-            if reply.cut == 0:
-                self.close_connection = True
-                return
-            self.send_response(reply.status)
-            self.send_header("content-type", reply.content_type)
-            self.send_header("content-length", str(len(reply.body)))
-            self.end_headers()
-            if reply.cut is not None:
-                self.close_connection = True
-            end = len(reply.body) if reply.cut is None else int(len(reply.body) * reply.cut)
-            self.wfile.write(reply.body[:end])
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Requests are not logged."""
-
-    return WireServer((LOOPBACK, port), WireHandler)

@@ -67,7 +67,7 @@ from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import stored_positions
 
 STEPS, IMAGE_SIDE = 5, 128
-SAMPLES_PER_PROMPT = 2  # of three prompts
+SAMPLES_PER_PROMPT = 1  # of three prompts
 SIZES = {"toy": None, "26m": {"num_layers": 3, "num_attention_heads": 8, "attention_head_dim": 64}}
 MODEL_ID = "stable-diffusion-3.5-medium"
 LATENTS = {"all": {"sde_indices": tuple(range(STEPS - 1))}, "final": {"sde_indices": ()}}

@@ -12,7 +12,7 @@ same latents, which is checked. `all` returns the latents of all steps, `final` 
 Weights: `begin_weights`, `send_weights` and `end_weights` of an engine's server are compared with a plain copy of the
 same bytes to another process through a socket of the loopback interface.
 
-Cases can be measured one after another: the file of --json keeps the results of those that are not chosen.
+The file of --json keeps the results of cases that are not chosen, so that they can be measured one after another.
 
 Each case is measured by two clocks. `wall` is the time that passes: the engine checks answers while its server samples
 the next one. `cpu` is the time of all cores in both processes, which other programs on the machine disturb less.
@@ -66,8 +66,8 @@ from unirl.types.rollout_req import RolloutReq
 from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import stored_positions
 
-STEPS, IMAGE_SIDE = 10, 128
-SAMPLES_PER_PROMPT = 4  # of three prompts
+STEPS, IMAGE_SIDE = 5, 128
+SAMPLES_PER_PROMPT = 1  # of three prompts
 SIZES = {"toy": None, "26m": {"num_layers": 3, "num_attention_heads": 8, "attention_head_dim": 64}}
 MODEL_ID = "stable-diffusion-3.5-medium"
 LATENTS = {"all": {"sde_indices": tuple(range(STEPS - 1))}, "final": {"sde_indices": ()}}
@@ -200,34 +200,39 @@ def compared(
 # Breakdown
 
 
+class Spent(threading.local):
+    """The CPU seconds of the timed functions that the present one called, in each thread."""
+
+    inner = 0.0
+
+
 class Timers:
     """CPU seconds of functions, without those of other timed functions that they call."""
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
-        self.local = threading.local()
+        self.spent = Spent()
 
     def timed(self, part: str, work: Callable[..., Any]) -> Callable[..., Any]:
         """Returns `work`, timed."""
 
         @wraps(work)
         def timing(*args: Any, **keys: Any) -> Any:
-            outer = getattr(self.local, "inner", 0.0)
-            self.local.inner = 0.0
+            outer, self.spent.inner = self.spent.inner, 0.0
             start = time.thread_time()
             try:
                 return work(*args, **keys)
             finally:
                 spent = time.thread_time() - start
-                self.seconds[part] += spent - self.local.inner
+                self.seconds[part] += spent - self.spent.inner
                 self.calls[part] += 1
-                self.local.inner = outer + spent
+                self.spent.inner = outer + spent
 
         return timing
 
 
-def breakdown(parts: Parts, work: Callable[[], object], repeats: int = 3) -> dict[str, dict[str, float]]:
+def breakdown(parts: Parts, work: Callable[[], object], repeats: int = 1) -> dict[str, dict[str, float]]:
     """Returns the CPU seconds of one run by part, their share of all, and the number of calls."""
     work()
     timers = Timers()
@@ -257,7 +262,7 @@ def parameters_m(each: Served) -> float:
     return round(sum(p.numel() for p in each.trained.bundle.trainable().parameters()) / 1e6, 2)
 
 
-def direct(case: Case, each: Served, model: LatentModel, req: RolloutReq) -> Callable[[], Tensor]:
+def direct(each: Served, model: LatentModel, req: RolloutReq) -> Callable[[], Tensor]:
     """Returns a function that samples the rows of `req` by what stands behind the server, and returns their latents.
 
     It makes the conditions and the images, too, which are parts of every rollout.
@@ -287,10 +292,10 @@ def direct(case: Case, each: Served, model: LatentModel, req: RolloutReq) -> Cal
     return work
 
 
-def rollout(case: Case, size: str, latents: str, each: Served, model: LatentModel, pairs: int) -> list[Ratio]:
+def rollout(name: str, latents: str, each: Served, model: LatentModel, pairs: int) -> list[Ratio]:
     """Measures a rollout."""
     req = request_of(each, latents)
-    bare = direct(case, each, model, req)
+    bare = direct(each, model, req)
     segment = each.sampled(req)
     with torch.no_grad():
         assert torch.allclose(segment.latents.float(), bare(), atol=1e-2), "other samples than those of the server"
@@ -302,7 +307,6 @@ def rollout(case: Case, size: str, latents: str, each: Served, model: LatentMode
         "latent_bytes": segment.latents.nbytes,
         "image_tokens": (IMAGE_SIDE // 16) ** 2,
     }
-    name = f"rollout {case.name} {size} {latents}"
     with torch.no_grad():
         return compared(name, shapes, lambda: each.engine.generate(req), bare, pairs, [pid_of(each)])
 
@@ -370,64 +374,69 @@ def transfer(each: Served) -> Callable[[], object]:
     return work
 
 
-def weights(case: Case, size: str, each: Served, pairs: int) -> list[Ratio]:
+def weights(name: str, each: Served, pairs: int) -> list[Ratio]:
     """Measures a transfer of all weights."""
     tensors = [tensor.detach().reshape(-1) for _, tensor in each.backend.named_tensors("full")]
     data = torch.cat(tensors).view(torch.uint8)
     shapes = {"parameters_m": parameters_m(each), "bytes": data.nbytes}
     with socket_copy(data) as (copy, pid):
-        return compared(f"weights {case.name} {size}", shapes, transfer(each), copy, pairs, [pid_of(each), pid])
+        return compared(name, shapes, transfer(each), copy, pairs, [pid_of(each), pid])
 
 
 # All of it
 
 
-def is_chosen(name: str, wanted: Sequence[str]) -> bool:
-    """True for a case whose name has one of the wanted parts."""
-    return not wanted or any(part in name for part in wanted)
+def names_of(case: Case, size: str, wanted: Sequence[str]) -> dict[str, str]:
+    """The measurements of a case: what is sent, and the name. `wanted` are parts of names; none = all."""
+    rollouts = {latents: f"rollout {case.name} {size} {latents}" for latents in LATENTS if case.rollout}
+    names = {**rollouts, "weights": f"weights {case.name} {size}"}
+    return {what: name for what, name in names.items() if not wanted or any(part in name for part in wanted)}
 
 
-def measure(case: Case, size: str, model: Path, pairs: int) -> tuple[list[Ratio], dict[str, Any]]:
-    """Measures one engine with one model."""
-    parts: dict[str, Any] = {}
+def measure(case: Case, names: Mapping[str, str], model: Path, pairs: int) -> Iterator[list[Ratio]]:
+    """Compares one engine that serves the model with the bare work."""
     with tempfile.TemporaryDirectory() as run, served(case, model, Path(run)) as each:
         network = LatentModel(SD3Pipeline(SD3Bundle(path=str(model), dtype="fp32")))
-        wanted = LATENTS if case.rollout else {}
-        results = [result for latents in wanted for result in rollout(case, size, latents, each, network, pairs)]
-        results += weights(case, size, each, pairs)
+        for what, name in names.items():
+            yield weights(name, each, pairs) if what == "weights" else rollout(name, what, each, network, pairs)
+
+
+def break_down(case: Case, names: Mapping[str, str], model: Path) -> Iterator[dict[str, Any]]:
+    """Measures the parts of the same work."""
     with (
         tempfile.TemporaryDirectory() as run,
         case.serve(path=str(model)) as url,
         served(case, model, Path(run), url=url) as each,
         torch.no_grad(),
     ):
-        for latents in wanted:
-            work = partial(each.engine.generate, request_of(each, latents))
-            parts[f"rollout {case.name} {size} {latents}"] = breakdown(case.rollout, work)
-        parts[f"weights {case.name} {size}"] = breakdown(case.weights, transfer(each))
-    return results, parts
+        for what, name in names.items():
+            if what == "weights":
+                yield {name: breakdown(case.weights, transfer(each))}
+            else:
+                yield {name: breakdown(case.rollout, partial(each.engine.generate, request_of(each, what)))}
 
 
 def main(pairs: int, wanted: Sequence[str], path: str | None) -> None:
-    """Measures all cases, and reports them."""
-    results: list[Ratio] = []
-    parts: dict[str, Any] = {}
+    """Measures all cases, and records each result when it is there."""
+    file = None if path is None else Path(path)
     with tempfile.TemporaryDirectory() as folder:
         for size, changes in SIZES.items():
             model = write_model(Path(folder) / size, changes)
             for case in CASES:
-                if is_chosen(f"{case.name} {size}", wanted):
-                    ratios, shares = measure(case, size, model, pairs)
-                    results += ratios
-                    parts |= shares
-    for name, shares in parts.items():
-        print(name, json.dumps(shares, indent=1))
-    if path:
-        record(results, parts, Path(path))
+                names = names_of(case, size, wanted)
+                if not names:
+                    continue
+                for results in measure(case, names, model, pairs):
+                    record(file, results, {})
+                for parts in break_down(case, names, model):
+                    print(json.dumps(parts, indent=1), flush=True)
+                    record(file, [], parts)
 
 
-def record(results: Sequence[Ratio], parts: Mapping[str, Any], path: Path) -> None:
-    """Writes the results. A file that is there keeps those of other cases."""
+def record(path: Path | None, results: Sequence[Ratio], parts: Mapping[str, Any]) -> None:
+    """Adds results to a file, which keeps those of other measurements."""
+    if path is None:
+        return
     former = json.loads(path.read_text()) if path.exists() else {"results": [], "breakdown": {}}
     names = {each.name for each in results}
     kept = [each for each in former["results"] if each["name"] not in names]

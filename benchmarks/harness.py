@@ -61,14 +61,32 @@ def paired(
     clock: Clock = time.perf_counter,
 ) -> Ratio:
     """Returns medians over `pairs` runs of both, after a warm-up. The order of a pair alternates."""
+    [result] = paired_by([clock], name, shapes, ours, bare, pairs)
+    return result
+
+
+def paired_by(
+    clocks: Sequence[Clock],
+    name: str,
+    shapes: dict,
+    ours: Callable[[], object],
+    bare: Callable[[], object],
+    pairs: int,
+) -> list[Ratio]:
+    """Returns the result of `paired` by each clock, all from the same runs."""
     ours(), bare()
-    times: list[tuple[float, float]] = []
+    times: list[tuple[list[float], list[float]]] = []
     for i in range(pairs):
         if i % 2:
-            b, a = seconds(bare, clock), seconds(ours, clock)
+            b, a = seconds_by(clocks, bare), seconds_by(clocks, ours)
         else:
-            a, b = seconds(ours, clock), seconds(bare, clock)
+            a, b = seconds_by(clocks, ours), seconds_by(clocks, bare)
         times.append((a, b))
+    return [ratio_of(name, shapes, [(a[i], b[i]) for a, b in times]) for i in range(len(clocks))]
+
+
+def ratio_of(name: str, shapes: dict, times: Sequence[tuple[float, float]]) -> Ratio:
+    """Returns the medians of pairs of times, ours and bare."""
     ratios = [a / b for a, b in times]
     return Ratio(
         name=name,
@@ -76,7 +94,7 @@ def paired(
         ours_s=statistics.median(a for a, _ in times),
         bare_s=statistics.median(b for _, b in times),
         ratio=statistics.median(ratios),
-        pairs=pairs,
+        pairs=len(times),
         ratios=[round(r, 4) for r in ratios],
     )
 
@@ -112,11 +130,17 @@ def memory(work: Callable[[], object], device: torch.device = CPU) -> Memory:
 
 def seconds(work: Callable[[], object], clock: Clock = time.perf_counter) -> float:
     """Returns the seconds of one run, device work included."""
+    [result] = seconds_by([clock], work)
+    return result
+
+
+def seconds_by(clocks: Sequence[Clock], work: Callable[[], object]) -> list[float]:
+    """Returns the seconds of one run by each clock."""
     synchronise()
-    start = clock()
+    starts = [clock() for clock in clocks]
     work()
     synchronise()
-    return clock() - start
+    return [clock() - start for clock, start in zip(clocks, starts, strict=True)]
 
 
 def synchronise() -> None:

@@ -57,6 +57,8 @@ def test_the_commands_of_the_readme_run(folder, title: str) -> None:
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 1
     if title == "Your own reward":
         assert "reward/darkness_mean" in json.loads((run / "metrics.jsonl").read_text())
+    if title == "Your own loss and recipe":
+        assert "custom/log_ratio" in json.loads((run / "metrics.jsonl").read_text())
 
 
 def test_the_lines_of_the_first_gpu_run_work_in_their_order(tmp_path) -> None:

@@ -215,6 +215,12 @@ def test_the_command_that_continues_a_run_finds_its_recipe_again(tmp_path):
     assert load(name, overrides).resolved() == recipe.resolved()
 
 
+def test_an_override_that_sets_several_blocks_is_written_once(tmp_path):
+    """rollout=NAME sets the blocks rollout and sync."""
+    recipe = load("llm/quickstart", ("rollout=sglang",))
+    assert continuation(recipe, tmp_path).count("rollout=sglang") == 1
+
+
 @pytest.mark.parametrize(
     ("override", "code"),
     [

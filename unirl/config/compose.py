@@ -68,8 +68,8 @@ class ComposedConfig:
 
     @property
     def overrides(self) -> list[str]:
-        """The overrides of the command line, as typed."""
-        return list(self.layers[-1].places.values())
+        """The overrides of the command line, as typed. One may set several keys, such as rollout=sglang."""
+        return list(dict.fromkeys(self.layers[-1].places.values()))
 
     def why(self, path: str) -> list[Origin]:
         """Every layer that sets a key, the one in effect first. Empty if the key has its default."""

@@ -136,4 +136,4 @@ def _row_problems(response: RewardResponse, count: int) -> Iterator[str]:
     if not isinstance(answers, Sequence) or not all(each is None or isinstance(each, Answer) for each in answers):
         yield "answers that are not a list of Answer or None"
     elif len(answers) != count:
-        yield f"{len(answers)} answers"
+        yield f"{len(answers)} answers for {count} samples"

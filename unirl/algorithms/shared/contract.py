@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from unirl.types.protocols import Anchor, Needs, Quantity
 from unirl.types.results import Metric, Metrics
 from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.segments import Segment
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 METRIC = "A metric is a unirl.types.results.Metric of one detached number, such as Metric.mean(value.detach().mean())"
 WITH_GRAPH = "Compute it from the outputs of the network, without detach()"
@@ -72,7 +75,7 @@ def computing(loss: object, method: str) -> Iterator[None]:
 
 def elements_of(
     loss: object, method: str, value: object, shape: Sequence[int], has_graph: bool
-) -> tuple[Tensor, Metrics]:
+) -> tuple[Float[Tensor, "*elements"], Metrics]:
     """The losses per element and the metrics that `method` returned.
 
     Args:

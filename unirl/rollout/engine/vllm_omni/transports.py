@@ -40,7 +40,7 @@ class WeightTransport(ABC):
     def send(self, tensors: Mapping[str, Tensor]) -> None:
         """Send tensors by their names in requests. Returns when the server has them; their memory is then free."""
 
-    def _announce(self, header: Mapping[str, object], data: bytes = b"") -> None:
+    def _announce(self, header: Mapping[str, object], data: bytes | memoryview = b"") -> None:
         body = bucket_body(header, data)
         self.server.insist("to /weights/bucket", lambda: self.server.post_bytes("/weights/bucket", body, BINARY))
 
@@ -54,7 +54,7 @@ class HttpTransport(WeightTransport):
     def send(self, tensors: Mapping[str, Tensor]) -> None:
         entries, size = messages.entries(tensors, ALIGNMENT)
         data = packed(tensors, entries, torch.empty(size, dtype=torch.uint8))
-        self._announce({"by": "body", "entries": entries, "num_bytes": size}, data.numpy().tobytes())
+        self._announce({"by": "body", "entries": entries, "num_bytes": size}, data.numpy().data)
 
 
 class SharedBufferTransport(WeightTransport):

@@ -129,7 +129,7 @@ Each engine has three tables: the images and videos of each family; the tokens o
 their other tracks are trained as in the recipe; and the tracks of unified models together, with the updates of
 [unified models](unified_models.md).
 
-Measured{measured}."""
+{measured}"""
 
 
 def own_keys(recipe: str, wanted: tuple[str, ...]) -> dict[str, Any]:
@@ -335,14 +335,16 @@ def page(result: Mapping[str, Any]) -> str:
 
 
 def _measured(rows: Mapping[str, str]) -> str:
-    """When the rows were measured, the most rows first: those of a later time are named."""
+    """When the rows were measured: a line for each time, that of the most rows first. Rows of other times are named."""
     times: dict[str, list[str]] = {}
     for name, when in rows.items():
         section, _, row = name.partition("/")
         times.setdefault(when, []).append(SECTIONS[section].labels[row])
     first, *others = sorted(times, key=lambda when: -len(times[when]))
-    later = "".join(f"; {', '.join(times[when])}: {when}" for when in others)
-    return f" {first}{later}"
+    if not others:
+        return f"Measured {first}."
+    later = [f"- {when}: {'; '.join(times[when])}" for when in others]
+    return "\n".join(["Measured", "", f"- {first}: all rows that are not named below", *later])
 
 
 def _table(section: Section, rows: Mapping[str, Any], engine: str, notes: list[str]) -> Iterator[str]:

@@ -7,7 +7,8 @@ interface.
 
 Rollout: `generate` of an engine is compared with what stands behind its server, called in this process for the same
 samples one after the other, and with the prompts' conditions and the images that every rollout returns. Both give the
-same latents, which is checked. `all` returns the latents of all steps, `final` those of an evaluation, of which only the last ones are kept.
+same latents, which is checked. `all` returns the latents of all steps, `final` those of an
+evaluation.
 
 Weights: `begin_weights`, `send_weights` and `end_weights` of an engine's server are compared with a plain copy of the
 same bytes to another process through a socket of the loopback interface.

@@ -1,14 +1,13 @@
 """Compares engines that sample with a server with the same work in one process, and weight sync with a socket.
 
-    OMP_NUM_THREADS=1 python benchmarks/engines.py [--pairs 10] [--cases sglang 26m] [--json out.json]
+    OMP_NUM_THREADS=1 python benchmarks/engines.py [--pairs 10] [--cases "sglang 26m"] [--json out.json]
 
 The servers are the fake ones of UniRL (`unirl engines fake`), in processes of their own, over HTTP on the loopback
 interface.
 
 Rollout: `generate` of an engine is compared with what stands behind its server, called in this process for the same
 samples one after the other, and with the prompts' conditions and the images that every rollout returns. Both give the
-same latents, which is checked. `all` returns the latents of all steps, `final` those of an
-evaluation.
+same latents, which is checked. `all` returns the latents of all steps, `final` those of an evaluation.
 
 Weights: `begin_weights`, `send_weights` and `end_weights` of an engine's server are compared with a plain copy of the
 same bytes to another process through a socket of the loopback interface.

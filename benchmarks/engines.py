@@ -1,6 +1,6 @@
 """Compares engines that sample with a server with the same work in one process, and weight sync with a socket.
 
-    OMP_NUM_THREADS=1 python benchmarks/engines.py [--pairs 10] [--cases sglang 26m] [--json out.json]
+    OMP_NUM_THREADS=1 python benchmarks/engines.py [--pairs 10] [--cases "sglang 26m"] [--json out.json]
 
 The servers are the fake ones of UniRL (`unirl engines fake`), in processes of their own, over HTTP on the loopback
 interface.

@@ -13,6 +13,7 @@ from unirl.config.errors import (
     CheckpointError,
     ConfigError,
     DataError,
+    DependencyError,
     IncompatibleError,
     InvalidValueError,
     UniRLError,
@@ -25,6 +26,7 @@ from unirl.plan.compatibility import OTHER_MODALITY
 from unirl.plan.preflight import check_disk, data_notices, preflight
 from unirl.rollout.engine.sglang.engine import SGLangRolloutEngine
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
+from unirl.trainer.assemble import build_trainer, check_engines
 
 RECIPE = "diffusion/sd3_trainside"
 
@@ -305,7 +307,8 @@ def test_scalars_of_the_recipe_have_ranges():
 def test_the_trainers_that_a_way_out_names_exist():
     """The plan may not import the trainers, so it spells their names."""
     names = re.findall(r"unirl(?:\.\w+)+", " ".join(OTHER_MODALITY.values()))
-    assert len([find_target(name, "trainer") for name in names]) == 2
+    assert len([find_target(name, "trainer") for name in names]) == 1
+    assert "rollout=replica" in OTHER_MODALITY["rollout"]
 
 
 @pytest.mark.parametrize("target", ["unirl.types.protocols.Capabilities", "unirl.trainer.loop.Trainer"])
@@ -357,6 +360,26 @@ def test_a_length_of_text_that_a_real_server_ignores_is_refused_before_it_starts
 def test_what_sglang_cannot_sample_is_refused_before_it_starts():
     with pytest.raises(IncompatibleError, match=r"Set sampling\.min_new_tokens=0"):
         preflight(load("llm/quickstart", ["rollout=sglang", "sampling.min_new_tokens=3"]))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "engine"),
+    [
+        ("llm/quickstart", "sglang"),
+        ("diffusion/quickstart", "sglang_diffusion"),
+        ("diffusion/quickstart", "vllm_omni"),
+    ],
+)
+def test_a_run_without_the_environment_of_its_server_leaves_no_folder(recipe, engine, tmp_path, monkeypatch):
+    monkeypatch.setenv("UNIRL_ENGINES", str(tmp_path / "engines"))
+    words = [f"rollout={engine}", f"run.dir={tmp_path / 'run'}"]
+    for more, says in (([], "unirl engines install"), (["rollout.python_executable=/no/python"], "is no program")):
+        missing = pytest.raises(DependencyError, match=says)
+        with missing, build_trainer(load(recipe, [*words, *more])):
+            pass
+    assert not (tmp_path / "run").exists()
+    check_engines(load(recipe, [*words, "rollout.url=http://127.0.0.1:9"]))
+    check_engines(load(recipe, [*words, "rollout.program=fake"]))
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,10 @@ class ServingEngine(DedicatedEngine):
         """Raises a ConfigError for sampling settings or a value of the block `rollout` that cannot work, by its key."""
         check_values(settings)
 
+    @classmethod
+    def check_start(cls, settings: Mapping[str, object]) -> None:
+        """Raises DependencyError if a server is to be started and its packages are not on this machine."""
+
     # Weights
 
     def prepare(self, layout: WeightLayout) -> ParamMapping:

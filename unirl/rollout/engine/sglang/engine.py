@@ -120,3 +120,7 @@ class SGLangRolloutEngine(LatentServingEngine):
             raise IncompatibleError(f"sampling.{key}: SGLang takes no noise levels, and makes its own. Remove it")
         if params.resolve_sde_indices(0):
             check_kernel(params.kernel)
+
+    @classmethod
+    def check_start(cls, settings: Mapping[str, object]) -> None:
+        ENVIRONMENTS["sglang"].check_start(settings)

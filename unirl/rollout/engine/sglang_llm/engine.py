@@ -105,3 +105,7 @@ class SGLangLLMRolloutEngine(TokenServingEngine):
     def check_settings(cls, sampling: Sampling, settings: Mapping[str, object]) -> None:
         super().check_settings(sampling, settings)
         check_sampling(sampling_as(ARSamplingParams, sampling, "SGLang samples with"))
+
+    @classmethod
+    def check_start(cls, settings: Mapping[str, object]) -> None:
+        ENVIRONMENTS["sglang"].check_start(settings)

@@ -110,3 +110,7 @@ class VLLMOmniRolloutEngine(LatentServingEngine):
             check_length("vLLM-Omni", params, family.sequence_length)
         if params.resolve_sde_indices(0):
             check_kernel(params.kernel)
+
+    @classmethod
+    def check_start(cls, settings: Mapping[str, object]) -> None:
+        ENVIRONMENTS["vllm_omni"].check_start(settings)

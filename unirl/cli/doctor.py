@@ -24,7 +24,8 @@ from unirl.config.errors import NotFoundError, UniRLError, report
 from unirl.config.failures import Session
 
 if TYPE_CHECKING:
-    from unirl.config.recipe import Recipe, RecipeConfig
+    from unirl.config.load import Recipe
+    from unirl.config.recipe import RecipeConfig
     from unirl.plan.sizes import RecipeSizes
     from unirl.rollout.engine.environments import EngineEnvironment
 

@@ -149,3 +149,8 @@ def test_the_environment_of_an_engine_is_looked_for_with_the_recipe(capsys, monk
     ok, detail = said(capsys, "llm/quickstart", "rollout=sglang", status=3)["engine"]
     assert not ok and "unirl engines install sglang" in detail
     assert said(capsys, "llm/quickstart")["engine"][0]
+
+
+def test_the_name_of_an_engine_leads_to_that_of_its_environment(capsys):
+    assert main(["doctor", "--engine", "sglang_diffusion"]) == 2
+    assert "That of rollout=sglang_diffusion is sglang" in capsys.readouterr().err

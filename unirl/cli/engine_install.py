@@ -76,5 +76,8 @@ def environment_named(name: str) -> EngineEnvironment:
     """Raises ArgumentError for an unknown name."""
     if name not in ENVIRONMENTS:
         known = ", ".join(ENVIRONMENTS)
-        raise ArgumentError(f"no environment is called {name}.{did_you_mean(name, ENVIRONMENTS)} There is: {known}")
+        raise ArgumentError(
+            f"no environment is called {name}.{did_you_mean(name, ENVIRONMENTS)} There is: {known}. "
+            "That of rollout=sglang_diffusion is sglang"
+        )
     return ENVIRONMENTS[name]

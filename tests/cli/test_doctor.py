@@ -142,3 +142,15 @@ def test_a_machine_with_fewer_cores_than_processes_is_told_by_check_plan_and_doc
     assert capsys.readouterr().err.count("a run here would start 64 processes for 2 CPU cores") == 2
     assert main(["doctor", *words]) == 0
     assert "NOTE  room: slow: a run here would start 64 processes for 2 CPU cores" in capsys.readouterr().out
+
+
+def test_the_environment_of_an_engine_is_looked_for_with_the_recipe(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("UNIRL_ENGINES", str(tmp_path))
+    ok, detail = said(capsys, "llm/quickstart", "rollout=sglang", status=3)["engine"]
+    assert not ok and "unirl engines install sglang" in detail
+    assert said(capsys, "llm/quickstart")["engine"][0]
+
+
+def test_the_name_of_an_engine_leads_to_that_of_its_environment(capsys):
+    assert main(["doctor", "--engine", "sglang_diffusion"]) == 2
+    assert "That of rollout=sglang_diffusion is sglang" in capsys.readouterr().err

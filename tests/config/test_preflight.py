@@ -9,7 +9,15 @@ from contextlib import nullcontext
 
 import pytest
 
-from unirl.config.errors import CheckpointError, ConfigError, DataError, IncompatibleError, UniRLError
+from unirl.config.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DependencyError,
+    IncompatibleError,
+    InvalidValueError,
+    UniRLError,
+)
 from unirl.config.load import load
 from unirl.config.recipe import RecipeConfig
 from unirl.config.recipe_files import find_recipe
@@ -18,6 +26,7 @@ from unirl.plan.compatibility import OTHER_MODALITY
 from unirl.plan.preflight import check_disk, data_notices, preflight
 from unirl.rollout.engine.sglang.engine import SGLangRolloutEngine
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
+from unirl.trainer.assemble import build_trainer, check_engines
 
 RECIPE = "diffusion/sd3_trainside"
 
@@ -298,7 +307,8 @@ def test_scalars_of_the_recipe_have_ranges():
 def test_the_trainers_that_a_way_out_names_exist():
     """The plan may not import the trainers, so it spells their names."""
     names = re.findall(r"unirl(?:\.\w+)+", " ".join(OTHER_MODALITY.values()))
-    assert len([find_target(name, "trainer") for name in names]) == 2
+    assert len([find_target(name, "trainer") for name in names]) == 1
+    assert "rollout=replica" in OTHER_MODALITY["rollout"]
 
 
 @pytest.mark.parametrize("target", ["unirl.types.protocols.Capabilities", "unirl.trainer.loop.Trainer"])
@@ -330,6 +340,64 @@ def test_a_trainer_must_name_its_track(target):
 def test_what_a_diffusion_server_cannot_sample_is_refused_before_it_starts(recipe, words, says):
     with pytest.raises(IncompatibleError, match=says):
         preflight(load(recipe, ["scale=toy", *words]))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "program", "length"),
+    [
+        ("diffusion/sd3_trainside", "sglang", 256),
+        ("diffusion/hunyuan_video15_t2v_dancegrpo_trainside", "vllm_omni", 1000),
+    ],
+)
+def test_a_length_of_text_that_a_real_server_ignores_is_refused_before_it_starts(recipe, program, length):
+    engine = "sglang_diffusion" if program == "sglang" else program
+    words = ["scale=toy", f"rollout={engine}", "sampling.max_sequence_length=77"]
+    preflight(load(recipe, words))  # a fake server takes any length
+    with pytest.raises(IncompatibleError, match=rf"Set sampling\.max_sequence_length={length}"):
+        preflight(load(recipe, [*words, f"rollout.program={program}"]))
+
+
+def test_what_sglang_cannot_sample_is_refused_before_it_starts():
+    with pytest.raises(IncompatibleError, match=r"Set sampling\.min_new_tokens=0"):
+        preflight(load("llm/quickstart", ["rollout=sglang", "sampling.min_new_tokens=3"]))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "engine"),
+    [
+        ("llm/quickstart", "sglang"),
+        ("diffusion/quickstart", "sglang_diffusion"),
+        ("diffusion/quickstart", "vllm_omni"),
+    ],
+)
+def test_a_run_without_the_environment_of_its_server_leaves_no_folder(recipe, engine, tmp_path, monkeypatch):
+    monkeypatch.setenv("UNIRL_ENGINES", str(tmp_path / "engines"))
+    words = [f"rollout={engine}", f"run.dir={tmp_path / 'run'}"]
+    for more, says in (([], "unirl engines install"), (["rollout.python_executable=/no/python"], "is no program")):
+        missing = pytest.raises(DependencyError, match=says)
+        with missing, build_trainer(load(recipe, [*words, *more])):
+            pass
+    assert not (tmp_path / "run").exists()
+    check_engines(load(recipe, [*words, "rollout.url=http://127.0.0.1:9"]))
+    check_engines(load(recipe, [*words, "rollout.program=fake"]))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("url=localhost:30000", r"rollout\.url=localhost:30000 is no address .* http://HOST:PORT"),
+        ("url=http://127.0.0.1:300000", r"is no address"),
+        ("concurrency=0", r"rollout\.concurrency must be >= 1, got 0"),
+        ("tp_size=0", r"rollout\.tp_size must be >= 1, got 0"),
+        ("max_restarts=-1", r"rollout\.max_restarts must be >= 0, got -1"),
+        ("timeout_s=0", r"rollout\.timeout_s must be > 0 seconds, got 0"),
+        ("mem_fraction_static=1.5", r"rollout\.mem_fraction_static is a share .* got 1\.5"),
+    ],
+)
+def test_settings_of_a_server_have_ranges(words, says):
+    with pytest.raises(InvalidValueError, match=says):
+        preflight(load("llm/quickstart", ["rollout=sglang", f"rollout.{words}"]))
+    preflight(load("llm/quickstart", ["rollout=sglang", "rollout.url=http://127.0.0.1:30000"]))
 
 
 @pytest.mark.parametrize(

@@ -353,7 +353,7 @@ def test_arguments_that_the_engine_sets_itself_are_refused(tmp_path) -> None:
 def test_the_command_line_follows_from_settings_model_and_adapters(tmp_path) -> None:
     engine_args = {"attention_backend": "fa3", "disable_radix_cache": True, "cuda_graph_bs": [1, 2], "log_level": None}
     keys = {"mem_fraction_static": 0.5, "context_length": 64, "engine_args": engine_args, "tp_size": 2}
-    served = Served.at(tmp_path, lora=LORA, program="sglang", python_executable="/env/bin/python", **keys)
+    served = Served.at(tmp_path, lora=LORA, program="sglang", python_executable=sys.executable, **keys)
     server = served.engine.server
     sender = WeightSender(served.backend, served.trained.stage)
     server.prepare(sender.prepare(False))

@@ -24,6 +24,7 @@ from unirl.config.errors import NotFoundError, UniRLError, report
 from unirl.config.failures import Session
 
 if TYPE_CHECKING:
+    from unirl.config.load import Recipe
     from unirl.config.recipe import RecipeConfig
     from unirl.plan.sizes import RecipeSizes
     from unirl.rollout.engine.environments import EngineEnvironment
@@ -243,6 +244,7 @@ def _recipe_checks(name: str, overrides: Sequence[str]) -> dict[str, Callable[[]
     checks: dict[str, Callable[[], str]] = {f"recipe {name}": lambda: "valid"}
     policies = recipe.policies
     checks["reward"] = partial(_reward, recipe.config)
+    checks["engine"] = partial(_recipe_engines, recipe)
     sizes = sizes_of_policies(recipe)
     for policy, config in policies.items():
         checks[f"{policy} room".lstrip()] = partial(_room, sizes[policy], policy)
@@ -256,6 +258,14 @@ def _reward(config: RecipeConfig) -> str:
 
     check_reward(config)
     return "no package or server that it needs is missing"
+
+
+def _recipe_engines(recipe: Recipe) -> str:
+    """Looks for the environments of the engines' servers."""
+    from unirl.trainer.assemble import check_engines
+
+    check_engines(recipe)
+    return "no environment of a server that it needs is missing"
 
 
 def _room(sizes: RecipeSizes, policy: str = "") -> str:

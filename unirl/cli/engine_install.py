@@ -30,7 +30,7 @@ def show(argv: Sequence[str]) -> int:
     print(f"environments are installed into {environments_folder()} (UNIRL_ENGINES)")
     for each in ENVIRONMENTS.values():
         state = str(each.folder) if each.python.exists() else f"not installed: unirl engines install {each.name}"
-        print(f"  {each.name:<10} {each.distribution} {each.version:<8} {state}")
+        print(f"  {each.name:<10} {each.distribution:<10} {each.version:<8} {state}")
     return 0
 
 
@@ -76,5 +76,8 @@ def environment_named(name: str) -> EngineEnvironment:
     """Raises ArgumentError for an unknown name."""
     if name not in ENVIRONMENTS:
         known = ", ".join(ENVIRONMENTS)
-        raise ArgumentError(f"no environment is called {name}.{did_you_mean(name, ENVIRONMENTS)} There is: {known}")
+        raise ArgumentError(
+            f"no environment is called {name}.{did_you_mean(name, ENVIRONMENTS)} There is: {known}. "
+            "That of rollout=sglang_diffusion is sglang"
+        )
     return ENVIRONMENTS[name]

@@ -27,7 +27,7 @@ TRAINSIDE = f"rollout._target_={dotted_name(TrainsideRolloutEngine)}"
 TOKEN_TIS = dotted_name(TokenTIS)
 RECORDED = f"rollout._target_={dotted_name(RecordedRolloutEngine)}"
 OTHER_MODALITY = {
-    "rollout": f"Take another engine, such as {dotted_name(TrainsideRolloutEngine)}",
+    "rollout": "Take another engine, such as rollout=replica, which samples what any model makes",
     # The trainers stand above this package, which may not import them.
     "trainer": "For text, write trainer._target_=unirl.trainer.text.TextTrainer; for images, leave the block out",
 }

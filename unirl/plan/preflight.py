@@ -78,8 +78,25 @@ class KnownModel(Protocol):
 class RestrictedEngine(Protocol):
     """An engine class that can refuse a model or sampling settings without being built."""
 
-    def check_recipe(self, facts: ModelFacts, sampling: Sampling) -> None:
-        """Raises IncompatibleError, naming the key. A method of the class."""
+    def check_recipe(self, facts: ModelFacts, sampling: Sampling, settings: Mapping[str, object]) -> None:
+        """Raises IncompatibleError, naming the key. A method of the class.
+
+        Args:
+            settings: the block `rollout`, with its defaults.
+        """
+        ...
+
+
+@runtime_checkable
+class StartsServer(Protocol):
+    """An engine class that can refuse settings without the model and without being built."""
+
+    def check_settings(self, sampling: Sampling, settings: Mapping[str, object]) -> None:
+        """Raises a ConfigError that names the key. A method of the class.
+
+        Args:
+            settings: the block `rollout`, with its defaults.
+        """
         ...
 
 
@@ -138,6 +155,7 @@ def preflight(recipe: Recipe) -> Preflight:
             geometry = geometry_of(policy, plan, needs)
             check_geometry(geometry)
             check_compatibility(policy, needs, plan)
+            check_server(policy)
             check_model(policy, recipe.model_variable(name))
             check_sampling(policy, needs)
             texts += [said_of_policy(text, name, policy) for text in policy_notices(policy, plan, geometry, needs)]
@@ -374,6 +392,13 @@ def check_evaluation(recipe: Recipe) -> None:
             )
 
 
+def check_server(config: RecipeConfig) -> None:
+    """The settings of an engine's server must lie in their ranges, and it must have those of sampling."""
+    engine = config.rollout.schema.owner
+    if isinstance(engine, StartsServer):
+        engine.check_settings(build(config.sampling), config.rollout.values)
+
+
 def check_model(config: RecipeConfig, variable: str | None) -> None:
     """A local model directory must exist, and the model must be able to sample as the recipe says.
 
@@ -400,7 +425,7 @@ def check_model(config: RecipeConfig, variable: str | None) -> None:
                 facts.check(settings)
         engine = config.rollout.schema.owner
         if isinstance(engine, RestrictedEngine):
-            engine.check_recipe(facts, sampling)
+            engine.check_recipe(facts, sampling, config.rollout.values)
 
 
 def check_adapted(config: RecipeConfig) -> None:

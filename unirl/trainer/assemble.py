@@ -38,6 +38,7 @@ from unirl.reward.base import RewardScorer
 from unirl.reward.failures import STRICT, DropBudget
 from unirl.reward.service import RewardService
 from unirl.rollout.engine.base import RolloutEngine
+from unirl.rollout.engine.serving.engine import ServingEngine
 from unirl.tracking.tracker import Tracker
 from unirl.train.backend.checkpoint import CheckpointStore, ResumePoint
 from unirl.train.backend.snapshots import LIVE
@@ -83,6 +84,7 @@ def build_trainer(
     look_up_models(recipe)
     if is_own_run:
         check_reward(recipe.config)
+        check_engines(recipe)
     # The last check: it may count the parameters of the model, which imports its libraries.
     threads = threads_of(recipe.config, recorded_threads(resume, checkpoints.directory))
     if tracker is None:
@@ -424,6 +426,17 @@ def check_reward(config: RecipeConfig) -> None:
     for scorer in config.scorers:
         if any(_checks_start(node.schema.owner) for node in nodes_below(scorer)):
             build(scorer).check_start()
+
+
+def check_engines(recipe: Recipe) -> None:
+    """Refuse a run whose servers cannot be started here. Raises DependencyError (3001).
+
+    With a cluster, only its nodes can tell.
+    """
+    for policy in recipe.policies.values():
+        engine = policy.rollout.schema.owner
+        if issubclass(engine, ServingEngine) and not is_elsewhere(policy):
+            engine.check_start(policy.rollout.values)
 
 
 def look_up_models(recipe: Recipe) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextvars import copy_context
 from typing import TypeVar
@@ -20,6 +20,7 @@ from unirl.distributed.weight_sync.endpoints import WeightForwarder
 from unirl.models.base import Pipeline
 from unirl.models.loading.lora import adapter_names, inject_lora
 from unirl.rollout.engine.base import DedicatedEngine
+from unirl.rollout.engine.serving.http_server import check_values
 from unirl.rollout.engine.serving.server import Server
 from unirl.sde.noise import NoiseSource, key_seed
 from unirl.types.facts import ModelFacts
@@ -52,6 +53,15 @@ class ServingEngine(DedicatedEngine):
 
     def facts(self) -> ModelFacts:
         return self.pipeline.facts
+
+    @classmethod
+    def check_settings(cls, sampling: Sampling, settings: Mapping[str, object]) -> None:
+        """Raises a ConfigError for sampling settings or a value of the block `rollout` that cannot work, by its key."""
+        check_values(settings)
+
+    @classmethod
+    def check_start(cls, settings: Mapping[str, object]) -> None:
+        """Raises DependencyError if a server is to be started and its packages are not on this machine."""
 
     # Weights
 

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -19,6 +20,14 @@ from unirl.rollout.engine.serving.process import LOOPBACK, ServerProcess, free_p
 from unirl.rollout.engine.serving.server import Server
 
 BodyT = TypeVar("BodyT")
+SMALLEST: Mapping[str, int] = {
+    "concurrency": 1,
+    "max_num_seqs": 1,
+    "tp_size": 1,
+    "context_length": 1,
+    "max_restarts": 0,
+}
+"""The smallest value of each setting that is a count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,3 +199,29 @@ def option_words(arguments: Mapping[str, object], own: Collection[str]) -> list[
         words.append(f"--{option}")
         words += [] if value is True else [str(each) for each in (value if isinstance(value, list) else [value])]
     return words
+
+
+def check_values(settings: Mapping[str, object]) -> None:
+    """Raises InvalidValueError, naming the key, for a value of the block `rollout` outside of its range."""
+    for key, value in settings.items():
+        if isinstance(value, int) and key in SMALLEST and value < SMALLEST[key]:
+            raise InvalidValueError(f"rollout.{key} must be >= {SMALLEST[key]}, got {value}")
+        if isinstance(value, (int, float)) and key in ("start_timeout_s", "timeout_s") and not value > 0:
+            raise InvalidValueError(f"rollout.{key} must be > 0 seconds, got {value}")
+        if isinstance(value, float) and key == "mem_fraction_static" and not 0 < value < 1:
+            raise InvalidValueError(f"rollout.{key} is a share of the device memory in (0, 1), got {value}")
+        if isinstance(value, str) and key == "url" and not is_address(value):
+            raise InvalidValueError(
+                f"rollout.url={value} is no address of a server. Write it as http://HOST:PORT, such as "
+                "http://127.0.0.1:30000, or leave it out, and the engine starts a server"
+            )
+
+
+def is_address(url: str) -> bool:
+    """True for http://HOST or https://HOST, with or without a port."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # raises ValueError for a port that is no number below 65536
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname)

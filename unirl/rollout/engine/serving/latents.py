@@ -195,13 +195,8 @@ class LatentServingEngine(ServingEngine):
     def _check_request(self, req: RolloutReq, params: DiffusionSamplingParams) -> None:
         """Raises IncompatibleError, naming the key, for settings with which the server cannot sample."""
         name = self.server.name
-        check_settings(name, params)
-        length = self.server.sequence_length
-        if length is not None and params.max_sequence_length != length:
-            raise IncompatibleError(
-                f"sampling.max_sequence_length={params.max_sequence_length}: {name} always encodes {length} tokens of "
-                f"this model. Set sampling.max_sequence_length={length}"
-            )
+        check_noise(name, params)
+        check_length(name, params, self.server.sequence_length)
         if any(req.prompt_image_uris()):
             raise IncompatibleError(f"{name} gets prompts without images here. Use another engine: rollout=replica")
         self.server.check_request(params)
@@ -310,7 +305,7 @@ class LatentServingEngine(ServingEngine):
         )
 
 
-def check_settings(name: str, params: DiffusionSamplingParams) -> None:
+def check_noise(name: str, params: DiffusionSamplingParams) -> None:
     """Raises IncompatibleError, naming the key, for settings that no server has whose seeds determine all noise."""
     if params.init_same_noise:
         raise IncompatibleError(
@@ -320,6 +315,15 @@ def check_settings(name: str, params: DiffusionSamplingParams) -> None:
     if params.solver is not None or params.cache_threshold is not None:
         key = "solver" if params.solver is not None else "cache_threshold"
         raise IncompatibleError(f"sampling.{key}: {name} takes Euler steps, and computes all of them. Remove it")
+
+
+def check_length(name: str, params: DiffusionSamplingParams, length: int | None) -> None:
+    """Raises IncompatibleError if a server that always encodes `length` text tokens is to encode another number."""
+    if length is not None and params.max_sequence_length != length:
+        raise IncompatibleError(
+            f"sampling.max_sequence_length={params.max_sequence_length}: {name} always encodes {length} tokens of "
+            f"this model. Set sampling.max_sequence_length={length}"
+        )
 
 
 def model_folder(pipeline: DiffusersPipeline[Any], folder: Path) -> Path:

@@ -12,7 +12,7 @@ from unirl.distributed.group.rank import current
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline
 from unirl.rollout.engine.environments import ENVIRONMENTS
 from unirl.rollout.engine.serving.http_server import ServerAccess
-from unirl.rollout.engine.serving.latents import LatentServingEngine, check_settings
+from unirl.rollout.engine.serving.latents import LatentServingEngine, check_length, check_noise
 from unirl.rollout.engine.sglang.server import (
     DiffusionServerSettings,
     LoraMergeMode,
@@ -108,13 +108,19 @@ class SGLangRolloutEngine(LatentServingEngine):
         super().__init__(pipeline, SGLangDiffusionServer(pipeline, folder, access, settings))
 
     @classmethod
-    def check_recipe(cls, facts: ModelFacts, sampling: Sampling) -> None:
+    def check_recipe(cls, facts: ModelFacts, sampling: Sampling, settings: Mapping[str, object]) -> None:
         """Raises IncompatibleError for a model or for settings that the server does not sample. Nothing is built."""
-        served_family(facts.family)
+        family = served_family(facts.family)
         params = sampling_as(DiffusionSamplingParams, sampling, "SGLang's diffusion server samples with")
-        check_settings("SGLang", params)
+        check_noise("SGLang", params)
+        if settings["program"] != "fake":
+            check_length("SGLang", params, family.sequence_length)
         if params.sigmas is not None or params.tail_fraction is not None:
             key = "sigmas" if params.sigmas is not None else "tail_fraction"
             raise IncompatibleError(f"sampling.{key}: SGLang takes no noise levels, and makes its own. Remove it")
         if params.resolve_sde_indices(0):
             check_kernel(params.kernel)
+
+    @classmethod
+    def check_start(cls, settings: Mapping[str, object]) -> None:
+        ENVIRONMENTS["sglang"].check_start(settings)

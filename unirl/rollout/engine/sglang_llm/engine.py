@@ -12,8 +12,9 @@ from unirl.models.language.pipeline import TextPipeline
 from unirl.rollout.engine.environments import ENVIRONMENTS
 from unirl.rollout.engine.serving.http_server import ServerAccess
 from unirl.rollout.engine.serving.tokens import TokenServingEngine
-from unirl.rollout.engine.sglang_llm.server import Program, SGLangServer, SGLangSettings
+from unirl.rollout.engine.sglang_llm.server import Program, SGLangServer, SGLangSettings, check_sampling
 from unirl.types.protocols import Capabilities
+from unirl.types.sampling import ARSamplingParams, Sampling, sampling_as
 
 
 class SGLangLLMRolloutEngine(TokenServingEngine):
@@ -99,3 +100,12 @@ class SGLangLLMRolloutEngine(TokenServingEngine):
             concurrency=concurrency,
         )
         super().__init__(pipeline, SGLangServer(pipeline, root / "engine" / f"rank-{current().rank}", access, settings))
+
+    @classmethod
+    def check_settings(cls, sampling: Sampling, settings: Mapping[str, object]) -> None:
+        super().check_settings(sampling, settings)
+        check_sampling(sampling_as(ARSamplingParams, sampling, "SGLang samples with"))
+
+    @classmethod
+    def check_start(cls, settings: Mapping[str, object]) -> None:
+        ENVIRONMENTS["sglang"].check_start(settings)

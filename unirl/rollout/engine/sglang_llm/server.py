@@ -182,11 +182,7 @@ class SGLangServer(HttpServer, TokenServer):
     # Responses
 
     def complete(self, request: TokenRequest, params: ARSamplingParams) -> TokenAnswer:
-        if params.min_new_tokens > 0:
-            raise IncompatibleError(
-                f"sampling.min_new_tokens={params.min_new_tokens}: {self.name} then reports log-probs without the end "
-                "tokens, which are those of another policy than the trained one. Set sampling.min_new_tokens=0"
-            )
+        check_sampling(params)
         row = self._generate(request.id, request.prompt, params, request.seed)
         logps = [float("nan") if logp is None else logp for logp, _, _ in row.meta_info.output_token_logprobs]
         return TokenAnswer(row.output_ids, logps, row.meta_info.weight_version)
@@ -376,3 +372,12 @@ class SGLangServer(HttpServer, TokenServer):
     def stop(self) -> None:
         super().stop()
         self._remove()
+
+
+def check_sampling(params: ARSamplingParams) -> None:
+    """Raises IncompatibleError, naming the key, for sampling settings that the server does not have."""
+    if params.min_new_tokens > 0:
+        raise IncompatibleError(
+            f"sampling.min_new_tokens={params.min_new_tokens}: SGLang then reports log-probs without the end "
+            "tokens, which are those of another policy than the trained one. Set sampling.min_new_tokens=0"
+        )

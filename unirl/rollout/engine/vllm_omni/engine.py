@@ -11,7 +11,7 @@ from unirl.distributed.group.rank import current
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline
 from unirl.rollout.engine.environments import ENVIRONMENTS
 from unirl.rollout.engine.serving.http_server import ServerAccess
-from unirl.rollout.engine.serving.latents import LatentServingEngine, check_settings
+from unirl.rollout.engine.serving.latents import LatentServingEngine, check_length, check_noise
 from unirl.rollout.engine.vllm_omni.server import (
     OmniServerSettings,
     Program,
@@ -101,10 +101,16 @@ class VLLMOmniRolloutEngine(LatentServingEngine):
         super().__init__(pipeline, VLLMOmniServer(pipeline, folder, access, settings))
 
     @classmethod
-    def check_recipe(cls, facts: ModelFacts, sampling: Sampling) -> None:
+    def check_recipe(cls, facts: ModelFacts, sampling: Sampling, settings: Mapping[str, object]) -> None:
         """Raises IncompatibleError for a model or for settings that the server does not sample. Nothing is built."""
-        served_family(facts.family)
+        family = served_family(facts.family)
         params = sampling_as(DiffusionSamplingParams, sampling, "vLLM-Omni samples with")
-        check_settings("vLLM-Omni", params)
+        check_noise("vLLM-Omni", params)
+        if settings["program"] != "fake":
+            check_length("vLLM-Omni", params, family.sequence_length)
         if params.resolve_sde_indices(0):
             check_kernel(params.kernel)
+
+    @classmethod
+    def check_start(cls, settings: Mapping[str, object]) -> None:
+        ENVIRONMENTS["vllm_omni"].check_start(settings)

@@ -56,5 +56,5 @@ def test_a_recipe_that_decides_is_left_alone(typed):
 @pytest.mark.slow
 def test_the_plan_says_when_it_decodes_in_tiles(capsys):
     for device, says in (("4090", True), ("b200", False)):
-        assert main(["plan", VIDEO, *SIZE, "--device", device]) == (5 if says else 0)  # also in tiles, it does not fit 4090
+        assert main(["plan", VIDEO, *SIZE, "--device", device]) == (5 if says else 0)
         assert ("decode     in tiles, chosen for 4090" in capsys.readouterr().out) == says

@@ -2,8 +2,8 @@
 
     python scripts/engine_matrix.py
 
-ran       the test ran the engine itself, on a CPU. For SGLang and vLLM-Omni: the real program ran once, with tiny models
-          on a CPU, and the test reads the record, benchmarks/engine_packages.json.
+ran       the test ran the engine itself, on a CPU. For SGLang and vLLM-Omni: the real program ran once, with tiny
+          models on a CPU, and the test reads the record, benchmarks/engine_packages.json.
 contract  the engine has run against a fake server alone, whose messages classes of the real package have read.
 no        the engine does not have the feature, or refuses it by name.
 -         it does not need it: it samples with the trained weights, or from a data set.

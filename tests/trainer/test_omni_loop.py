@@ -56,6 +56,7 @@ def test_a_run_that_stops_resumes_exactly(tmp_path) -> None:
 
 
 def test_exchanged_latents_stop_the_run_before_its_first_update(tmp_path) -> None:
+    """The server exchanges samples of two prompts, so requests of both must be under way at once."""
     with fake_servers.vllm_omni("swap-rows") as url, pytest.raises(EngineError, match="noise of its seed"):
-        run(tmp_path, "num_rollouts=1", f"rollout.url={url}")
+        run(tmp_path, "num_rollouts=1", f"rollout.url={url}", "rollout.concurrency=8")
     assert not (tmp_path / "metrics.jsonl").exists() or metrics_of(tmp_path) == []

@@ -75,8 +75,9 @@ def test_a_diffusion_server_that_is_killed_within_a_step_changes_no_number_of_th
 
 
 def test_exchanged_latents_stop_the_run_before_its_first_update(tmp_path) -> None:
+    """The server exchanges samples of two prompts, so requests of both must be under way at once."""
     with fake_servers.sglang_diffusion("swap-rows") as url, pytest.raises(EngineError, match="noise of its seed"):
-        run(tmp_path, f"rollout.url={url}", recipe=LATENTS)
+        run(tmp_path, f"rollout.url={url}", "rollout.concurrency=8", recipe=LATENTS)
     assert not (tmp_path / "metrics.jsonl").exists() or metrics_of(tmp_path) == []
 
 

@@ -16,6 +16,7 @@ from unirl.algorithms.shared.contract import check_declarations, count_of, parts
 from unirl.algorithms.shared.denoising import DenoisingLoss
 from unirl.algorithms.shared.forward_process import PenalizedLoss
 from unirl.algorithms.shared.tokens import Surrogate, TokenLoss
+from unirl.config import plugins
 from unirl.config.errors import PluginError
 from unirl.testing.algorithm import prepared_track
 from unirl.testing.toy import toy_stage, toy_track
@@ -236,5 +237,6 @@ def test_wrong_parts_counts_and_advantages_are_named():
 
 
 def test_an_error_that_a_loss_of_the_user_causes_in_our_code_names_its_class():
+    plugins.forget()  # an error that passes through a known plugin is explained where the command ends
     with pytest.raises(PluginError, match=r"your class \S+OwnPlaces, \S+: computing its loss: ValueError: .* 99 "):
         train(OwnPlaces())

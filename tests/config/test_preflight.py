@@ -23,7 +23,8 @@ from unirl.config.recipe import RecipeConfig
 from unirl.config.recipe_files import find_recipe
 from unirl.config.targets import find_target
 from unirl.plan.compatibility import OTHER_MODALITY
-from unirl.plan.preflight import check_disk, data_notices, preflight
+from unirl.plan.notices import data_notices
+from unirl.plan.preflight import check_disk, preflight
 from unirl.rollout.engine.sglang.engine import SGLangRolloutEngine
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
 from unirl.trainer.assemble import build_trainer, check_engines

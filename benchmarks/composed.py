@@ -114,7 +114,7 @@ class Resident:
     track: str
     """The policy whose turn it is; empty = no single one."""
     parts: dict[str, list[str]]
-    """What is on the device, by policy."""
+    """The parts on the device, by policy."""
     before_bytes: int
     """At the end of the phase before."""
     entered_bytes: int

@@ -60,7 +60,7 @@ class FittingRecipe:
 
 
 def alternatives(recipe: str, words: Sequence[str], device: Device, memory_gib: float) -> list[FittingRecipe]:
-    """What fits on devices with so much memory, the nearest first.
+    """Recipes that fit on devices with so much memory, the nearest first.
 
     Settings that change results by rounding alone are tried first. Only if they do not suffice, other recipes are: an
     engine without a copy of the weights, the fewest devices that do, adapters, and the most prompts. All may change the

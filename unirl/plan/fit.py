@@ -345,7 +345,7 @@ def _lower(rung: Rung, now: int, values: Sequence[int]) -> list[int]:
 
 
 def largest_items(runs: Runs, changes: Changes, moment: str, count: int = 3) -> list[tuple[str, float]]:
-    """What takes the most memory at a moment of a step in the run that needs the most, and its GiB."""
+    """The largest items at a moment of a step in the run that needs the most memory, each with its GiB."""
     run = max(runs, key=lambda each: peaks_with([each], changes)[moment])
     rows = run.memory_with(settings_with(run, changes))
     items = sorted(((row.name, row.gib[moment]) for _, row in rows), key=lambda item: -item[1])

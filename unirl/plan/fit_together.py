@@ -122,7 +122,7 @@ class PolicySettings:
 
     @property
     def items(self) -> list[tuple[str, float]]:
-        """What takes the most memory at the peak, and its GiB."""
+        """The largest items at the peak, each with its GiB."""
         return largest_items(self.policies[self.largest].runs, self.parts[self.largest].changes, self.peak_at)
 
     @property

@@ -124,7 +124,7 @@ def _column_problems(part: object, scores: object, request: RewardRequest) -> It
 
 
 def _row_problems(response: RewardResponse, count: int) -> Iterator[str]:
-    """What is wrong with the failures and the answers of a response."""
+    """The problems of the failures and the answers of a response."""
     failures, answers = response.failures, response.answers
     if not isinstance(failures, Mapping) or not all(
         row in range(count) and isinstance(why, tuple) and all(isinstance(each, ScoringFailure) for each in why)

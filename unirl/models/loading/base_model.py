@@ -1,4 +1,4 @@
-"""How another library loads the model that an export belongs to, for the lines of its model card."""
+"""The lines of a model card that load, with another library, the model that an export belongs to."""
 
 from __future__ import annotations
 

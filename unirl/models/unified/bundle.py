@@ -35,7 +35,7 @@ class UnifiedFacts(LatentFacts):
     """Facts about a model whose unconditional pass of guidance has a fixed text."""
 
     unconditional: str
-    """What the unconditional pass reads, for errors."""
+    """The inputs of the unconditional pass, as errors name them."""
 
     def check(self, sampling: Sampling) -> None:
         super().check(sampling)

@@ -57,7 +57,7 @@ from unirl.rollout.engine.sglang.server import SGLangDiffusionServer
 from unirl.rollout.engine.vllm_omni import messages as omni_messages
 from unirl.rollout.engine.vllm_omni import transports
 from unirl.rollout.engine.vllm_omni.engine import VLLMOmniRolloutEngine
-from unirl.rollout.engine.vllm_omni.program.weights import WeightInlet
+from unirl.rollout.engine.vllm_omni.program.weights import BucketReader
 from unirl.rollout.engine.vllm_omni.server import VLLMOmniServer
 from unirl.testing.conformance import sglang as fake_sglang
 from unirl.testing.conformance import vllm_omni as fake_omni
@@ -121,7 +121,7 @@ OMNI_ROLLOUT: Parts = {
 OMNI_WEIGHTS: Parts = {
     "packed": (transports, "packed"),
     "request joined": (transports, "bucket_body"),
-    "bytes read as tensors": (WeightInlet, "tensors"),
+    "bytes read as tensors": (BucketReader, "tensors"),
     "copied in the server": (fake_omni.FakeOmni, "bucket"),
     "stored in the network": (LatentModel, "store"),
     "fingerprints of what is held": (fake_omni.FakeOmni, "held"),

@@ -11,7 +11,7 @@ from torch import nn
 from unirl.distributed.weight_sync.fingerprint import fingerprint
 from unirl.rollout.engine.vllm_omni.messages import entries
 from unirl.rollout.engine.vllm_omni.program.trajectory import seeded_draws
-from unirl.rollout.engine.vllm_omni.program.weights import HeldWeights, WeightInlet
+from unirl.rollout.engine.vllm_omni.program.weights import BucketReader, HeldWeights
 from unirl.rollout.engine.vllm_omni.program.wire import bucket_body, bucket_parts
 from unirl.rollout.engine.vllm_omni.program.worker import ORDER, Recorder, read_back
 from unirl.rollout.engine.vllm_omni.transports import packed
@@ -77,10 +77,10 @@ def test_a_bucket_in_a_body_has_the_tensors_that_were_packed() -> None:
     places, size = entries(sent, 16)
     data = packed(sent, places, torch.empty(size, dtype=torch.uint8)).numpy().tobytes()
     header, content = bucket_parts(bucket_body({"by": "body", "entries": places}, data))
-    arrived = WeightInlet(CPU).tensors(header, content)
+    arrived = BucketReader(CPU).tensors(header, content)
     assert {name: each.tolist() for name, each in arrived.items()} == {k: v.tolist() for k, v in sent.items()}
     with pytest.raises(ValueError, match="b ends at byte"):
-        WeightInlet(CPU).tensors(header, content[:20])
+        BucketReader(CPU).tensors(header, content[:20])
 
 
 class Pipeline(nn.Module):

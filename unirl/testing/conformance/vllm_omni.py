@@ -23,7 +23,7 @@ from unirl.distributed.weight_sync.fingerprint import Fingerprint, fingerprints
 from unirl.rollout.engine.vllm_omni.families import FAMILIES
 from unirl.rollout.engine.vllm_omni.program.listener import Handler, WireReply, WireServer, wire_server
 from unirl.rollout.engine.vllm_omni.program.trajectory import RecordingScheduler, Schedule, seeded_draws
-from unirl.rollout.engine.vllm_omni.program.weights import WeightInlet
+from unirl.rollout.engine.vllm_omni.program.weights import BucketReader
 from unirl.rollout.engine.vllm_omni.program.wire import Body, Wire
 from unirl.sde.kernels import EulerODE
 from unirl.testing.conformance.latent_model import LatentModel, latent_model
@@ -44,7 +44,7 @@ class FakeOmni:
         self.fault = fault
         self.lock = threading.Lock()
         self.counter = itertools.count(1)
-        self.inlet = WeightInlet(CPU)
+        self.reader = BucketReader(CPU)
         self.name: str | None = ""
         """The name of the present weights. None: a transfer is under way."""
         self.next_name = ""
@@ -142,10 +142,10 @@ class FakeOmni:
         self.name, self.next_name, self.adapter, self.received = None, name, adapter, {}
 
     def open_buffer(self, handle: Mapping[str, Any]) -> None:
-        self.inlet.open_buffer(handle)
+        self.reader.open_buffer(handle)
 
     def bucket(self, bucket: Mapping[str, Any], body: bytes) -> None:
-        tensors = {name: tensor.clone() for name, tensor in self.inlet.tensors(bucket, body).items()}
+        tensors = {name: tensor.clone() for name, tensor in self.reader.tensors(bucket, body).items()}
         if self.adapter is None:
             unknown = sorted(set(tensors) - set(self.model.parameters()))
             if unknown:

@@ -20,7 +20,7 @@ RENAMED = ((".to_out.0.", ".to_out."),)
 """Parts of names of diffusers that vLLM-Omni writes in another way."""
 
 
-class WeightInlet:
+class BucketReader:
     """Reads buckets of tensors: from the body of a request, or from a shared buffer."""
 
     def __init__(self, device: torch.device) -> None:

@@ -20,7 +20,7 @@ from unirl.rollout.engine.vllm_omni.program.trajectory import (
     Schedule,
     seeded_draws,
 )
-from unirl.rollout.engine.vllm_omni.program.weights import FUSED, HeldWeights, WeightInlet
+from unirl.rollout.engine.vllm_omni.program.weights import FUSED, BucketReader, HeldWeights
 from unirl.types.device import synchronize
 
 ORDER = "unirl_order"
@@ -44,7 +44,7 @@ class SamplingWorker:
         if pipeline is None:
             return
         self.recorder = Recorder(pipeline)
-        self.inlet = WeightInlet(self.device)
+        self.reader = BucketReader(self.device)
         self.weights = HeldWeights(getattr(pipeline, MODULE))
         self.adapter = MemoryAdapter()
         pipeline._load_diffusion_lora_adapter = self.adapter.load
@@ -58,11 +58,11 @@ class SamplingWorker:
         self.adapter.begin(adapter)
 
     def unirl_open(self, handle: Mapping[str, Any]) -> None:
-        self.inlet.open_buffer(handle)
+        self.reader.open_buffer(handle)
 
     def unirl_bucket(self, bucket: Mapping[str, Any], body: bytes) -> None:
         """Take over the tensors of a bucket. A shared buffer is free for the next one afterwards."""
-        tensors = self.inlet.tensors(bucket, body)
+        tensors = self.reader.tensors(bucket, body)
         if self.adapter.settings is not None:
             self.adapter.take(tensors)
         else:

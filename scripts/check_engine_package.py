@@ -353,15 +353,17 @@ def checked(each: Client, kind: str) -> Json:
 def aborted(each: Client, attempts: int = 10) -> str:
     """The error of a request that is aborted while it runs. Some end by themselves before."""
     from unirl.config.http import RequestFailed
+    from unirl.models.language.pipeline import PlainPrompt
     from unirl.rollout.engine.serving.tokens import TokenRequest
     from unirl.types.sampling import ARSamplingParams
 
     server = each.engine.server
+    prompt = PlainPrompt([1, 2, 3], [1, 2, 3])
     errors: list[str] = []
 
     def ask() -> None:
         try:
-            server.complete(TokenRequest("long", [1, 2, 3], 1), ARSamplingParams(max_new_tokens=1500, temperature=5.0))
+            server.complete(TokenRequest("long", prompt, 1), ARSamplingParams(max_new_tokens=1500, temperature=5.0))
         except RequestFailed as error:
             errors.append(str(error))
 

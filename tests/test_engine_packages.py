@@ -11,6 +11,7 @@ from scripts import check_diffusion_package, check_omni_package
 from scripts.check_engine_package import CLASSES, RECORD, Exchange, described, distinct, requests_of_the_engine
 from tests import fake_servers
 from unirl.config.http import HttpClient
+from unirl.models.language.pipeline import PlainPrompt
 from unirl.models.qwen3.family import Qwen3Bundle
 from unirl.rollout.engine.sglang_llm import messages
 from unirl.rollout.engine.sglang_llm.checksums import SentTensors
@@ -59,8 +60,9 @@ def shape_of(value: object) -> object:
 
 def test_the_fake_server_answers_with_the_keys_of_the_real_one() -> None:
     """Values that the real server leaves empty in one recording, such as details of its cache, may differ."""
+    prompt = PlainPrompt([1, 2, 3], [1, 2, 3])
     body, scored = (
-        messages.generate("r0", [1, 2, 3], {"max_new_tokens": 1, "temperature": 0.0}, None, tokens)
+        messages.generate("r0", prompt, {"max_new_tokens": 1, "temperature": 0.0}, None, tokens)
         for tokens in (None, [4, 5])
     )
     with fake_servers.sglang() as url:

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -18,8 +18,7 @@ from unirl.config.errors import EngineError, IncompatibleError
 from unirl.distributed.weight_sync.base import CanaryResult
 from unirl.models.base import CanaryOutput, response_of
 from unirl.models.language.decoding import Response, ResponseBuilder
-from unirl.models.language.packing import prompts_of
-from unirl.models.language.pipeline import TextPipeline
+from unirl.models.language.pipeline import PlainPrompt, TextPipeline
 from unirl.models.language.stage import text_segment
 from unirl.rollout.engine.serving.engine import ServingEngine, seeds_of
 from unirl.rollout.engine.serving.server import Server
@@ -35,8 +34,7 @@ class TokenRequest:
     """One response to be sampled."""
 
     id: str
-    prompt: Sequence[int]
-    """The tokens of the prompt."""
+    prompt: PlainPrompt
     seed: int
     """The seed of its random numbers, in [0, 2^31)."""
 
@@ -65,6 +63,9 @@ class ProbeResult:
 class TokenServer(Server):
     """A server that samples tokens."""
 
+    reads_images: ClassVar[bool] = False
+    """It takes prompts with images."""
+
     @abstractmethod
     def complete(self, request: TokenRequest, params: ARSamplingParams) -> TokenAnswer:
         """Sample one response, in one attempt.
@@ -75,7 +76,7 @@ class TokenServer(Server):
         """
 
     @abstractmethod
-    def probe(self, prompts: Sequence[Sequence[int]], logits: Tensor) -> ProbeResult:
+    def probe(self, prompts: Sequence[PlainPrompt], logits: Tensor) -> ProbeResult:
         """Compare the server's logits after each prompt with `logits` [B, V]."""
 
 
@@ -90,10 +91,10 @@ class TokenServingEngine(ServingEngine):
     server: TokenServer
 
     def __init__(self, pipeline: TextPipeline[Any], server: TokenServer) -> None:
-        if pipeline.facts.condition_images != (0, 0):
+        if pipeline.facts.condition_images != (0, 0) and not server.reads_images:
             raise IncompatibleError(
                 f"{type(self).__name__} sends texts alone, and {type(pipeline).__name__} is for a model that reads "
-                "images. Use another engine, such as rollout=replica"
+                "images. Use another engine, such as rollout=sglang or rollout=replica"
             )
         super().__init__(pipeline, server)
 
@@ -101,17 +102,15 @@ class TokenServingEngine(ServingEngine):
         return self.pipeline.canary_inputs()
 
     def canary(self, inputs: Batch, answer: CanaryOutput) -> CanaryResult:
-        prompts = prompts_of({"prompt": inputs})
-        rows = [row.tolist() for row in prompts.tokens.split(prompts.lengths.tolist())]
-        result = self.server.probe(rows, answer.values.float().cpu())
+        prompts = self.pipeline.plain_prompts({"prompt": inputs})
+        result = self.server.probe(prompts, answer.values.float().cpu())
         return CanaryResult(False, result.absdiff, result.relative)
 
     def respond(self, req: RolloutReq) -> RolloutResp:
         _, params = req.only_track(ARSamplingParams)
         conditions = self.pipeline.encode(req, params)
-        prompts = prompts_of(conditions)
-        tokens = [row.tolist() for row in prompts.tokens.cpu().split(prompts.lengths.tolist())]
-        rows = zip(req.sample_ids, tokens, seeds_of(req, params, "tok"), strict=True)
+        prompts = self.pipeline.plain_prompts(conditions)
+        rows = zip(req.sample_ids, prompts, seeds_of(req, params, "tok"), strict=True)
         answers = self.answers([TokenRequest(*row) for row in rows], partial(self._answer, params))
         builder = ResponseBuilder(self.pipeline.bundle.codec, params, None)
         responses = [response_from(row, id, answers[row], builder) for row, id in enumerate(req.sample_ids)]

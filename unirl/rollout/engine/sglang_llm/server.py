@@ -17,7 +17,7 @@ from torch import Tensor
 from unirl.config.errors import EngineError, IncompatibleError, SyncError
 from unirl.config.http import PROBE_TIMEOUT_S, RequestFailed, ServerBusy
 from unirl.distributed.weight_sync.base import WeightLayout
-from unirl.models.language.pipeline import TextPipeline
+from unirl.models.language.pipeline import PlainPrompt, TextPipeline
 from unirl.rollout.engine.serving.fake import fake_command
 from unirl.rollout.engine.serving.http_server import HttpServer, ServerAccess, option_words
 from unirl.rollout.engine.serving.payloads import copied
@@ -65,6 +65,7 @@ class SGLangServer(HttpServer, TokenServer):
 
     name: ClassVar[str] = "SGLang"
     health: ClassVar[str] = "/ready"
+    reads_images: ClassVar[bool] = True
 
     def __init__(
         self, pipeline: TextPipeline[Any], folder: Path, access: ServerAccess, settings: SGLangSettings
@@ -190,7 +191,7 @@ class SGLangServer(HttpServer, TokenServer):
     def _generate(
         self,
         id: str,
-        prompt: Sequence[int],
+        prompt: PlainPrompt,
         params: ARSamplingParams,
         seed: int,
         scored: Sequence[int] | None = None,
@@ -208,8 +209,15 @@ class SGLangServer(HttpServer, TokenServer):
         meta = row.meta_info
         if meta.finish_reason.type == "abort":
             raise RequestFailed(f"the server aborted {id}: {meta.finish_reason.message}")
-        if meta.id != rid or row.prompt_token_ids != list(prompt):
+        if meta.id != rid or (row.prompt_token_ids != prompt.expanded and not prompt.images):
             raise EngineError(f"{self.name} answered {id} with the response to another request, {meta.id}")
+        if row.prompt_token_ids != prompt.expanded:
+            raise EngineError(
+                f"{self.name} reads the {len(prompt.images)} images in the prompt of {id} as another number of tokens: "
+                f"the prompt has {len(row.prompt_token_ids)} tokens there, and {len(prompt.expanded)} here. It scales "
+                "images to the bounds of the checkpoint: pipeline.min_pixels and pipeline.max_pixels must lie within "
+                "them, and the server may not have --mm-process-config"
+            )
         scored_tokens = [token for _, token, _ in meta.output_token_logprobs]
         if scored_tokens != row.output_ids or meta.completion_tokens != len(row.output_ids):
             raise EngineError(
@@ -309,7 +317,7 @@ class SGLangServer(HttpServer, TokenServer):
 
     # Checks of what it computes
 
-    def probe(self, prompts: Sequence[Sequence[int]], logits: Tensor) -> ProbeResult:
+    def probe(self, prompts: Sequence[PlainPrompt], logits: Tensor) -> ProbeResult:
         """Compares the log-probs of likely tokens, and at first checks that seeds are kept."""
         if self.settings.deterministic and not self.has_checked_seeds:
             self._check_seeds(prompts[0])
@@ -323,7 +331,7 @@ class SGLangServer(HttpServer, TokenServer):
         scale = float(logits.double().square().mean().sqrt())
         return ProbeResult(float(gap.abs().max()), float(gap.square().mean().sqrt()) / scale)
 
-    def _gaps(self, prompt: Sequence[int], logits: Tensor, temperature: float) -> Tensor:
+    def _gaps(self, prompt: PlainPrompt, logits: Tensor, temperature: float) -> Tensor:
         """Differences between the server's log-probs of the token after a prompt and those of `logits` [V]."""
         likely = logits.topk(min(PROBED_TOKENS, len(logits))).indices.tolist()
         params = ARSamplingParams(max_new_tokens=1, temperature=temperature)
@@ -335,7 +343,7 @@ class SGLangServer(HttpServer, TokenServer):
         theirs = torch.tensor([float("nan") if logp is None else logp for logp, _, _ in scores], dtype=torch.float64)
         return theirs - (logits / (temperature or 1.0)).log_softmax(0)[tokens]
 
-    def _check_seeds(self, prompt: Sequence[int]) -> None:
+    def _check_seeds(self, prompt: PlainPrompt) -> None:
         """Raises EngineError unless equal seeds give equal responses and another seed gives another one."""
 
         def sampled(seed: int) -> list[int]:

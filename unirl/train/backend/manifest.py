@@ -64,11 +64,9 @@ def seal(folder: Path, step: int) -> Manifest:
     A file with a receipt is flushed and hashed already. Its receipt is removed.
     """
     entries = []
-    for path in files_of(folder):
+    for path in (path for path in files_of(folder) if path.suffix != RECEIPT):
         if path.is_symlink() or not path.is_file():
             raise ValueError(f"{path} is a link or a special file, and a checkpoint may contain only plain files")
-        if path.suffix == RECEIPT:
-            continue
         name = path.relative_to(folder).as_posix()
         if has_receipt(path):
             entries.append(replace(_take_receipt(path), name=name))

@@ -7,7 +7,8 @@ The first form takes half a minute, and starts no server. It records the request
 and the Python of the environment reads each of them with the classes of the package. The second form also starts the
 real server with a tiny model, once for each kind of weights that can be sent: it compares log-probs with the trainer's,
 before and after updates and after a kill, and keeps the answers. `settings.yaml` has further settings of `rollout`.
-`--engine sglang` is the diffusion server (check_diffusion_package.py).
+`--engine sglang` is the diffusion server (check_diffusion_package.py), and `--engine sglang_llm_images` the server of
+language models with tiny models that read images (check_image_package.py).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import date
@@ -52,7 +53,11 @@ PACKAGES = ("sglang", "torch", "transformers")
 RANDOM = re.compile(r"-[0-9a-f]{8}\b")
 """The random parts of the names of requests and weights."""
 KINDS = ("full", "merged", "adapters")
-CHECKS = {"sglang": "check_diffusion_package", "vllm_omni": "check_omni_package"}
+CHECKS = {
+    "sglang": "check_diffusion_package",
+    "sglang_llm_images": "check_image_package",
+    "vllm_omni": "check_omni_package",
+}
 """Engine to the script with its checks, if it is not this one."""
 Json = dict[str, Any]
 
@@ -70,8 +75,9 @@ class Exchange:
     @property
     def name(self) -> str:
         """Its kind, such as `POST /generate`. The log-probs of given tokens are in answers of a kind of their own."""
-        scored = " of given tokens" if isinstance(self.body, dict) and "token_ids_logprob" in self.body else ""
-        return f"{self.method} {self.path}{scored}"
+        body = self.body if isinstance(self.body, dict) else {}
+        scored = " of given tokens" if "token_ids_logprob" in body else ""
+        return f"{self.method} {self.path}{scored}" + (" with images" if "image_data" in body else "")
 
 
 @dataclass
@@ -82,6 +88,8 @@ class Client:
     backend: Any
     engine: Any
     sync: Any
+    images: Sequence[str] = ()
+    """Image files. The first prompt has none, the second one and the third two of them."""
     exchanges: list[Exchange] = field(default_factory=list)
     initial_checksums: list[Mapping[str, str]] = field(default_factory=list)
 
@@ -120,8 +128,15 @@ class Client:
     def request(self, weights: str = "live", **params: object) -> Any:
         """A request for three prompts with four samples each."""
         from unirl.testing.language import text_params, text_request
+        from unirl.types.primitives import MediaRef, PromptImages
 
-        return text_request(3, text_params(**params)).from_weights(weights, self.backend.updates)
+        sampling = text_params(**params)
+        req = text_request(3, sampling).from_weights(weights, self.backend.updates)
+        if not self.images:
+            return req
+        refs = [tuple(MediaRef("image", "condition", path) for path in self.images[:count]) for count in range(3)]
+        images = PromptImages(per_prompt=[each for each in refs for _ in range(sampling.samples_per_prompt)])
+        return req.replace(primitives={**req.primitives, "images": images})
 
     def gap(self, **params: object) -> float:
         """The largest difference between the engine's log-probs and the trainer's replay of the same tokens."""
@@ -156,25 +171,36 @@ def without_bytes(value: Any) -> Any:
     return {key: without_bytes(each) for key, each in value.items()}
 
 
+def tiny_qwen3(**keys: object) -> Any:
+    """The pipeline of the tiny Qwen3."""
+    from unirl.models.qwen3.family import Qwen3Bundle, Qwen3Pipeline
+
+    return Qwen3Pipeline(Qwen3Bundle(path="toy", dtype="fp32", **keys))  # type: ignore[arg-type]
+
+
 @contextmanager
-def client(kind: str, folder: Path, **settings: object) -> Iterator[Client]:
-    """A trainer of the tiny Qwen3 and its engine. The server of the engine ends with the block."""
+def client(
+    kind: str,
+    folder: Path,
+    model: Callable[..., Any] = tiny_qwen3,
+    images: Sequence[str] = (),
+    **settings: object,
+) -> Iterator[Client]:
+    """A trainer of a tiny model and its engine. The server of the engine ends with the block."""
     from unirl.config.device_sets import DeviceSet
     from unirl.distributed.group.handle import Remote
     from unirl.distributed.group.pool import open_pool
     from unirl.distributed.weight_sync.endpoints import WeightSender
     from unirl.distributed.weight_sync.sync import EngineSync
-    from unirl.models.qwen3.family import Qwen3Bundle, Qwen3Pipeline
     from unirl.rollout.engine.sglang_llm.engine import SGLangLLMRolloutEngine
     from unirl.train.backend.base import OptimizerConfig
     from unirl.train.backend.fsdp import FSDPBackend
     from unirl.train.configs import LoraConfig
 
-    trained = Qwen3Pipeline(Qwen3Bundle(path="toy", dtype="fp32"))
+    trained = model()
     lora = None if kind == "full" else LoraConfig(rank=4, alpha=8.0)
     backend = FSDPBackend(trained.bundle, 3, optimizer_cfg=OptimizerConfig(learning_rate=1e-2), lora_cfg=lora)
-    bundle = Qwen3Bundle(path="toy", dtype="fp32", meta_init=True)
-    engine = SGLangLLMRolloutEngine(Qwen3Pipeline(bundle), folder, **settings)  # type: ignore[arg-type]
+    engine = SGLangLLMRolloutEngine(model(meta_init=True), folder, **settings)  # type: ignore[arg-type]
     pool = open_pool("local", 2, deadline_s=3600.0)
     roles = {"sender": WeightSender(backend, trained.stage, engine), "rollout": engine}
     sender, rollout = (
@@ -182,7 +208,7 @@ def client(kind: str, folder: Path, **settings: object) -> Iterator[Client]:
         for device, (name, role) in enumerate(roles.items())
     )
     try:
-        yield Client(trained, backend, engine, EngineSync(sender, rollout, merge_adapters=kind == "merged"))
+        yield Client(trained, backend, engine, EngineSync(sender, rollout, merge_adapters=kind == "merged"), images)
     finally:
         engine.server.stop()
 
@@ -226,7 +252,7 @@ def distinct(exchanges: Sequence[Exchange]) -> dict[str, list[Json]]:
     bodies: dict[str, list[Json]] = {}
     for each in exchanges:
         if each.method == "POST":
-            known = bodies.setdefault(each.path, [])
+            known = bodies.setdefault(each.name.removeprefix("POST ").removesuffix(" of given tokens"), [])
             masked = described(each.body)
             if masked not in known and len(known) < 3:
                 known.append(masked)
@@ -238,7 +264,7 @@ def described(body: Any) -> Any:
     from unirl.testing.conformance.payloads import tensors_in
 
     if isinstance(body, str):
-        return RANDOM.sub("-00000000", body)
+        return "an image" if body.startswith("data:image/") else RANDOM.sub("-00000000", body)
     if isinstance(body, list):
         return [described(each) for each in body]
     if not isinstance(body, dict):

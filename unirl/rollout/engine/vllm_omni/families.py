@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from unirl.rollout.engine.serving.latent_server import LatentFamily
+
 
 @dataclass(frozen=True)
-class OmniFamily:
+class OmniFamily(LatentFamily):
     """One family."""
 
     pipeline: str
     """The class of its pipeline in vLLM-Omni."""
-    sequence_length: int | None = None
-    """The number of text tokens that the server always encodes. None: that of the request."""
 
 
 FAMILIES: Mapping[str, OmniFamily] = {

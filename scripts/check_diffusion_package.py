@@ -213,7 +213,7 @@ def write_model(family: str, folder: Path) -> None:
 
     bundle, pipeline = classes_of(family)
     pipeline(bundle(path="toy", dtype="fp32")).write_model({}, folder)
-    if family == "sd3":
+    if family != "flux2_klein":
         return
     config = AutoConfig.from_pretrained(folder / "text_encoder")
     config.num_hidden_layers = KLEIN_TEXT_LAYERS

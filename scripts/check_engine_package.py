@@ -54,8 +54,8 @@ RANDOM = re.compile(r"-[0-9a-f]{8}\b")
 KINDS = ("full", "merged", "adapters")
 CHECKS = {"sglang": "check_diffusion_package", "vllm_omni": "check_omni_package"}
 """Engine to the script with its checks, if it is not this one."""
-PREFIXES = {"qwen3": "Qwen3", "sd3": "SD3", "flux2_klein": "Flux2Klein", "hunyuan_video15": "HunyuanVideo15"}
-"""Family to the beginning of the names of its classes."""
+PREFIXES = {"sd3": "SD3", "flux2_klein": "Flux2Klein", "hunyuan_video15": "HunyuanVideo15", "qwen_image": "QwenImage"}
+"""Family to the beginning of the names of its classes, where that is not the capitalised name."""
 Json = dict[str, Any]
 ClientT = TypeVar("ClientT", bound="Client")
 
@@ -219,7 +219,7 @@ def client_of(
 
 def classes_of(family: str) -> tuple[Any, Any]:
     """The bundle and the pipeline of a family."""
-    prefix = PREFIXES[family]
+    prefix = PREFIXES.get(family, family.capitalize())
     module = importlib.import_module(f"unirl.models.{family}.family")
     return vars(module)[f"{prefix}Bundle"], vars(module)[f"{prefix}Pipeline"]
 

@@ -58,7 +58,7 @@ SGLANG = Kind(
         "fewer-rows": (EngineError, "with 0 samples, and one was asked for"),
         "other-sigmas": (
             SamplingMismatchError,
-            r"noise levels \(sigmas\) used are \[1, 0\.87096, .*\], and the request has \[1, 0\.857692, .*, 0\]",
+            r"noise levels \(sigmas\) used are \[1, .*, and the request has \[1, ",
         ),
         "other-steps": (SamplingMismatchError, r"stochastic steps used are \[1\], and the request has \[0, 1\]"),
         "version-skew": (SyncError, "from the weights 'those with the checksum"),
@@ -76,7 +76,7 @@ OMNI = Kind(
         "fewer-rows": (EngineError, r"its answer to canary:\d has no latents"),
         "other-sigmas": (
             SamplingMismatchError,
-            r"noise levels \(sigmas\) used are \[1, 0\.909.*, and the request has \[1, 0\.9, ",
+            r"noise levels \(sigmas\) used are \[1, 0\.7.*, and the request has \[",
         ),
         "other-steps": (EngineError, "2 stochastic steps need as many finite log-probs"),
         "version-skew": (SyncError, "from the weights 'of-another-run'"),
@@ -152,7 +152,9 @@ def test_settings_that_the_server_does_not_have_are_refused(served, changes, say
 # Mistakes of a server
 
 
-@pytest.mark.parametrize("fault", ["other-model", "wrong-dtype", "ignore-seeds", "nan", "fewer-rows", "slow"])
+@pytest.mark.parametrize(
+    "fault", ["other-model", "wrong-dtype", "ignore-seeds", "nan", "fewer-rows", "slow", "other-sigmas"]
+)
 def test_a_lie_is_caught_when_weights_are_sent(kind, tmp_path, fault) -> None:
     error, says = {**LIES, **kind.lies}[fault]
     timeout = {"timeout_s": 0.5} if fault == "slow" else {}
@@ -163,7 +165,7 @@ def test_a_lie_is_caught_when_weights_are_sent(kind, tmp_path, fault) -> None:
             served.sampled(served.asking())
 
 
-@pytest.mark.parametrize("fault", ["other-sigmas", "other-steps", "other-noise-scale", "swap-rows", "version-skew"])
+@pytest.mark.parametrize("fault", ["other-steps", "other-noise-scale", "swap-rows", "version-skew"])
 def test_a_lie_is_caught_in_the_first_samples(kind, tmp_path, fault) -> None:
     error, says = {**LIES, **kind.lies}[fault]
     with kind.fake(fault) as url, kind.serving(tmp_path, url=url) as served:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from unirl.rollout.engine.serving.latent_server import LatentFamily
-from unirl.sde.schedule import Grid, SigmaSchedule
 from unirl.types.facts import LatentFacts
+from unirl.types.protocols import SigmaGrid
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,14 @@ class ServedFamily(LatentFamily):
     model_id: str
     """The name by which SGLang recognises a local folder, for the tiny models of scale=toy."""
     num_text_encoders: int
-    grid: Grid
+    grid: SigmaGrid
     """The noise levels before the shift. The server takes none, and makes its own."""
     packs: bool
     """Its latents are sequences of tokens [H * W, C] instead of [C, H, W]."""
 
     def served(self, facts: LatentFacts) -> LatentFacts:
         """The facts of the model, with the schedule of the server."""
-        assert isinstance(facts.schedule, SigmaSchedule), "both families have one"
-        return replace(facts, schedule=replace(facts.schedule, grid=self.grid))
+        return replace(facts, schedule=facts.schedule.on_grid(self.grid))
 
     def packed_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The server's shape of latents [C, H, W]."""

@@ -18,7 +18,6 @@ from tests.served_latents import serving as serving_kind
 from unirl.config.errors import (
     DependencyError,
     IncompatibleError,
-    InvalidValueError,
 )
 from unirl.models.hunyuan_video15.family import HunyuanVideo15Bundle, HunyuanVideo15Pipeline
 from unirl.models.lumina2.family import Lumina2Bundle, Lumina2Pipeline
@@ -144,8 +143,6 @@ def test_the_real_program_needs_its_package_and_finds_nothing_but_unirl(tmp_path
     assert words[:3] == ["python", "-m", "unirl.rollout.engine.vllm_omni.program.serve"]
     assert '"enforce_eager": true' in words[-1] and '"dtype": "float32"' in words[-1]
     assert [each.name for each in Path(server.env()["PYTHONPATH"]).iterdir()] == ["unirl"]
-    with pytest.raises(InvalidValueError, match=r"sets num_gpus, which the engine sets itself"):
-        at(tmp_path, engine_args={"num_gpus": 2})
 
 
 def test_a_server_of_another_model_is_refused(tmp_path) -> None:

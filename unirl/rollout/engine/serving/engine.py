@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
-from unirl.config.errors import SyncError, WeightsLostError
+from unirl.config.errors import IncompatibleError, SyncError, WeightsLostError
 from unirl.distributed.group.rank import current
 from unirl.distributed.weight_sync.base import Arrival, Numerics, ParamMapping, WeightLayout
 from unirl.distributed.weight_sync.buckets import Bucket
 from unirl.distributed.weight_sync.endpoints import WeightForwarder
 from unirl.models.base import Pipeline
 from unirl.models.loading.lora import adapter_names, inject_lora
-from unirl.rollout.engine.base import DedicatedEngine
-from unirl.rollout.engine.serving.http_server import HttpServer
+from unirl.rollout.engine.base import DedicatedEngine, EngineUse
+from unirl.rollout.engine.serving.http_server import HttpServer, check_arguments
 from unirl.rollout.engine.serving.server import Server
 from unirl.rollout.engine.serving.settings import ServerSettings, check_values
 from unirl.sde.noise import NoiseSource, key_seed
@@ -77,6 +77,17 @@ class ServingEngine(DedicatedEngine, ServerSettings):
     def check_settings(cls, sampling: Sampling, settings: Mapping[str, object]) -> None:
         """Raises a ConfigError for sampling settings or a value of the block `rollout` that cannot work, by its key."""
         check_values(settings)
+        arguments = settings.get("engine_args")
+        check_arguments(arguments if isinstance(arguments, Mapping) else (), cls.server_class.own_arguments)
+
+    @classmethod
+    def check_use(cls, settings: Mapping[str, object], use: EngineUse) -> None:
+        """Raises IncompatibleError, naming the key, for a recipe whose weights or devices its servers cannot serve."""
+        if settings["url"] is not None and use.num_devices > 1:
+            raise IncompatibleError(
+                f"rollout.url={settings['url']} is one server, and {use.num_devices} devices are to sample: each "
+                "would send weights to it. Leave rollout.url out, or sample on one device (placement.rollout)"
+            )
 
     # Weights
 

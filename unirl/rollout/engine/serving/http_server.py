@@ -6,7 +6,7 @@ import shutil
 import threading
 import weakref
 from abc import abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
@@ -15,7 +15,6 @@ import torch
 
 from unirl.config.errors import EngineError, IncompatibleError, InvalidValueError, WeightsLostError
 from unirl.config.http import PROBE_TIMEOUT_S, HttpClient, Reply, RequestFailed, ServerBusy
-from unirl.distributed.group.rank import current
 from unirl.models.base import Pipeline
 from unirl.rollout.engine.serving.process import LOOPBACK, ServerProcess, free_port
 from unirl.rollout.engine.serving.server import Server
@@ -29,6 +28,8 @@ class HttpServer(Server):
 
     health: ClassVar[str]
     """The path that answers 200 when the server is ready."""
+    own_arguments: ClassVar[Collection[str]] = ()
+    """Arguments of `rollout.engine_args` that the engine sets itself, with underscores."""
 
     def __init__(self, pipeline: Pipeline, folder: Path, log: Path, settings: ServerSettings) -> None:
         """
@@ -36,11 +37,6 @@ class HttpServer(Server):
             folder: gets the files that the server reads, such as those of a tiny model. It is removed at the end.
             log: the output of a server that this process starts is appended to this file.
         """
-        if settings.url is not None and current().world_size > 1:
-            raise IncompatibleError(
-                f"rollout.url={settings.url} is one server, and {current().world_size} devices are to sample: each "
-                "would send weights to it. Leave rollout.url out, or sample on one device (placement.rollout)"
-            )
         self._remove = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self.pipeline = pipeline
         self.folder = folder
@@ -183,20 +179,25 @@ def shown(reply: Reply) -> str:
     return reply.body[:300].decode(errors="replace")
 
 
-def option_words(arguments: Mapping[str, object], own: Collection[str]) -> list[str]:
-    """The words of `rollout.engine_args`. True is a flag, a list has several values; null and false are left out.
+def check_arguments(arguments: Iterable[str], own: Collection[str]) -> None:
+    """Raises InvalidValueError for an argument of `rollout.engine_args` that the engine sets itself.
 
     Args:
-        own: arguments that the engine sets itself.
+        own: those that it sets itself, with underscores.
     """
-    words: list[str] = []
-    for name, value in arguments.items():
-        option = name.replace("_", "-").removeprefix("--")
-        if option in own:
+    for name in arguments:
+        if name.removeprefix("--").replace("-", "_") in own:
             raise InvalidValueError(
                 f"rollout.engine_args sets {name}, which the engine sets itself: leave it out, and use the "
                 "settings of rollout, bundle and backend.lora_cfg"
             )
+
+
+def option_words(arguments: Mapping[str, object]) -> list[str]:
+    """The words of `rollout.engine_args`. True is a flag, a list has several values; null and false are left out."""
+    words: list[str] = []
+    for name, value in arguments.items():
+        option = name.replace("_", "-").removeprefix("--")
         if value is None or value is False:
             continue
         words.append(f"--{option}")

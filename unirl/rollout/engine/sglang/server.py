@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from unirl.config.errors import EngineError, IncompatibleError, SyncError
 from unirl.config.http import Reply
-from unirl.distributed.weight_sync.base import WeightLayout
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, pipeline_class
 from unirl.rollout.engine.serving.fake import fake_command
 from unirl.rollout.engine.serving.http_server import option_words
@@ -37,11 +36,6 @@ from unirl.types.facts import LatentFacts
 from unirl.types.protocols import Kernel
 from unirl.types.sampling import DiffusionSamplingParams
 
-OWN_ARGUMENTS = (
-    *("model-path", "model-id", "host", "port", "scheduler-port", "master-port", "backend", "num-gpus", "tp-size"),
-    *("base-gpu-id", "dit-precision", "text-encoder-precisions", "lora-merge-mode", "warmup-mode"),
-)
-"""Arguments of the server that this file sets."""
 LoraMergeMode = Literal["dynamic", "merge", "auto"]
 LAYERS = re.compile(r"Updated (\d+) LoRA layers .* \(skipped (\d+) unknown layers\)")
 PRECISIONS: Mapping[torch.dtype, str] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -76,6 +70,10 @@ class SGLangDiffusionServer(LatentServer):
 
     name: ClassVar[str] = "SGLang"
     health: ClassVar[str] = "/health"
+    own_arguments: ClassVar[Collection[str]] = (
+        *("model_path", "model_id", "host", "port", "scheduler_port", "master_port", "backend", "num_gpus", "tp_size"),
+        *("base_gpu_id", "dit_precision", "text_encoder_precisions", "lora_merge_mode", "warmup_mode"),
+    )
     families: ClassVar[Mapping[str, LatentFamily]] = FAMILIES
     settings: SGLangDiffusionSettings
 
@@ -84,7 +82,7 @@ class SGLangDiffusionServer(LatentServer):
     ) -> None:
         super().__init__(pipeline, folder, log, settings)
         self.family = FAMILIES[pipeline.facts.family]
-        self.extra_words = option_words(settings.engine_args, OWN_ARGUMENTS)
+        self.extra_words = option_words(settings.engine_args)
         self.hashes: dict[str, str] = {}
         """The hashes of the tensors of the last transfer, by their names in requests."""
         self.adapter_tensors: dict[str, Tensor] = {}
@@ -96,29 +94,13 @@ class SGLangDiffusionServer(LatentServer):
 
     # The process
 
-    def prepare(self, layout: WeightLayout) -> None:
-        spec = layout.adapter
-        if spec is not None and spec.alpha != int(spec.alpha):
-            raise SyncError(
-                f"backend.lora_cfg.alpha={spec.alpha:g}: {self.name} takes integers only. Use an integer, or "
-                "sync.merge_adapters=true"
-            )
-        super().prepare(layout)
-
     @property
     def model_id(self) -> str:
-        """The name by which SGLang recognises the model. Raises IncompatibleError for a folder without one."""
+        """The name by which SGLang recognises the model."""
         bundle = self.pipeline.bundle
         if self.settings.model_id is not None:
             return self.settings.model_id
-        if bundle.root is None:
-            return self.family.model_id
-        if Path(bundle.path).is_dir():
-            raise IncompatibleError(
-                f"bundle.path={bundle.path} is a folder, and {self.name} recognises a model by its name. Set "
-                f"rollout.model_id to its name on the hub without the owner, such as {self.family.model_id}"
-            )
-        return bundle.path.rpartition("/")[2]
+        return self.family.model_id if bundle.root is None else bundle.path.rpartition("/")[2]
 
     def words(self, python: str, port: int) -> list[str]:
         own = ["--port", str(port), "--model-id", self.model_id, "--dit-precision", self._precision]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,12 +35,6 @@ SEEDED = ARSamplingParams(max_new_tokens=16, temperature=5.0)
 """Almost uniform draws, for the check of seeds."""
 FLUSH_S = 60
 """Seconds that requests have to end before the server goes to sleep."""
-OWN_ARGUMENTS = (
-    *("model-path", "host", "port", "dtype", "device", "base-gpu-id", "tp-size", "mem-fraction-static"),
-    *("context-length", "enable-deterministic-inference", "enable-memory-saver", "enable-weights-cpu-backup"),
-    *("enable-lora", "max-lora-rank", "lora-target-modules", "max-loaded-loras", "max-loras-per-batch"),
-)
-"""Arguments of the server that this file sets."""
 Program = Literal["sglang", "fake"]
 
 
@@ -75,13 +69,18 @@ class SGLangServer(HttpServer, TokenServer):
 
     name: ClassVar[str] = "SGLang"
     health: ClassVar[str] = "/ready"
+    own_arguments: ClassVar[Collection[str]] = (
+        *("model_path", "host", "port", "dtype", "device", "base_gpu_id", "tp_size", "mem_fraction_static"),
+        *("context_length", "enable_deterministic_inference", "enable_memory_saver", "enable_weights_cpu_backup"),
+        *("enable_lora", "max_lora_rank", "lora_target_modules", "max_loaded_loras", "max_loras_per_batch"),
+    )
     pipeline: TextPipeline[Any]
     settings: SGLangSettings
 
     def __init__(self, pipeline: TextPipeline[Any], folder: Path, log: Path, settings: SGLangSettings) -> None:
         super().__init__(pipeline, folder, log, settings)
         self.concurrency = settings.concurrency
-        self.extra_words = option_words(settings.engine_args, OWN_ARGUMENTS)
+        self.extra_words = option_words(settings.engine_args)
         self.layout: WeightLayout | None = None
         self.root = folder
         self.wire: Mapping[str, str] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import unirl
-from unirl.config.errors import EngineError, IncompatibleError, InvalidValueError, SyncError
+from unirl.config.errors import EngineError, IncompatibleError, SyncError
 from unirl.config.http import Reply
 from unirl.distributed.weight_sync.fingerprint import Fingerprint
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline
@@ -42,8 +42,6 @@ from unirl.types.sampling import DiffusionSamplingParams
 VERSION = "0.30.0"
 """The version of vllm-omni that the program was written against."""
 PROGRAM = "unirl.rollout.engine.vllm_omni.program.serve"
-OWN_SETTINGS = ("model", "model_class_name", "dtype", "num_gpus", "worker_extension_cls", "enable_sleep_mode")
-"""Fields of `OmniDiffusionConfig` that this file sets, or the program."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 Program = Literal["vllm_omni", "fake"]
 
@@ -74,13 +72,16 @@ class VLLMOmniServer(LatentServer):
 
     name: ClassVar[str] = "vLLM-Omni"
     health: ClassVar[str] = "/health"
+    own_arguments: ClassVar[Collection[str]] = (
+        *("model", "model_class_name", "dtype", "num_gpus", "worker_extension_cls", "enable_sleep_mode"),
+    )
+    """Fields of `OmniDiffusionConfig` that this file sets, or the program."""
     families: ClassVar[Mapping[str, LatentFamily]] = FAMILIES
     settings: VLLMOmniSettings
 
     def __init__(self, pipeline: DiffusersPipeline[Any], folder: Path, log: Path, settings: VLLMOmniSettings) -> None:
         super().__init__(pipeline, folder, log, settings)
         self.family = FAMILIES[pipeline.facts.family]
-        check_settings(settings.engine_args)
         self.held: Mapping[str, Fingerprint] = {}
         """The fingerprints that the server reported after the last transfer, by their names in requests."""
         self.can_sleep = False
@@ -264,13 +265,3 @@ class VLLMOmniServer(LatentServer):
         self.insist_on("/wake_up", {})
         if self.held and self._fingerprints("/weights/held") != self.held:
             raise SyncError(f"{self.name} has other weights after its sleep than before: see {self.log}")
-
-
-def check_settings(arguments: Mapping[str, object]) -> None:
-    """Raises InvalidValueError for a field of `rollout.engine_args` that the engine sets itself."""
-    taken = [name for name in arguments if name in OWN_SETTINGS]
-    if taken:
-        raise InvalidValueError(
-            f"rollout.engine_args sets {taken[0]}, which the engine sets itself: leave it out, and use the settings of "
-            "rollout and bundle"
-        )

@@ -254,6 +254,7 @@ def assemble(
         environment=environment(next(iter(learners.values())).roles.train_ranks),
         chosen=chosen,
         checkpoints=checkpoints,
+        saves_in_background=config.checkpoint.asynchronous,
         resume=resume,
         resume_command=continuation(recipe, tracker.run.root),
         write_config=partial(tracker.run.write_config, recipe.composed.text(resolve_all=True), recipe.resolved_text()),

@@ -94,7 +94,7 @@ def build_trainer(
             session.start()
         tracker = open_tracker(recipe, root, session.argv if session else (), threads)
     if session is not None:
-        session.run_dir = root
+        session.run_dir, session.grace_s = root, recipe.config.run.stop_grace_s
     with recorded_end(tracker):
         # From here on this process alone writes. Another one may have saved after `resume` was chosen.
         checkpoints.check_writer = tracker.run.fence.check

@@ -142,7 +142,7 @@ class Connection(HttpClient):
         """Returns the message in a response. Raises the error for a response that is not a success.
 
         Args:
-            request: is added to the message of an error.
+            request: the id of the request in the service's log, for the message of a refusal.
         """
         if reply.status != 200:
             self._refuse(reply, request)
@@ -160,10 +160,9 @@ class Connection(HttpClient):
             message = f"{reply.status} {refusal.kind}: {refusal.detail}"
         except msgspec.DecodeError:
             message = f"{reply.status}: {reply.body[:200].decode(errors='replace')}"
-        message += request
         reply.raise_if_retryable(message, pause_s=1.0)
         raise (TooLarge if reply.status == 413 else RewardError)(
-            f"the reward service at {self.config.base_url} refuses: {message}. Correct the request, the token or "
+            f"the reward service at {self.config.base_url} refuses: {message}{request}. Correct the request, the token or "
             f"the service, and try: unirl reward ping {self.config.base_url}"
         )
 

@@ -15,14 +15,20 @@ from unirl.config.failures import Session
 from unirl.config.load import load
 from unirl.plan.preflight import preflight
 from unirl.trainer.assemble import build_trainer
+from unirl.trainer.restarts import attempts
 
 
 def train(arguments: RecipeArguments, session: Session) -> None:
     """Load the recipe, check what it implies, build its trainer, and run the loop."""
     recipe = load(arguments.recipe, arguments.overrides)
     preflight(recipe).print_notices()
-    with build_trainer(recipe, session) as trainer, stop_on_signal(trainer.request_stop):
-        trainer.train()
+    for attempt in attempts(recipe, session):
+        with (
+            attempt,
+            build_trainer(attempt.recipe, session) as trainer,
+            stop_on_signal(attempt.stopping(trainer.request_stop)),
+        ):
+            trainer.train()
 
 
 def main(argv: Sequence[str]) -> int:

@@ -93,6 +93,8 @@ def build_trainer(
         tracker = open_tracker(recipe, root, session.argv if session else (), threads)
     if session is not None:
         session.run_dir = root
+        if session.restart is not None:
+            tracker.restarted(**vars(session.restart))
     policies = recipe.policies
     if resume.checkpoint is not None:
         policies = {name: continued(config) for name, config in policies.items()}

@@ -111,6 +111,16 @@ def diffusion_client(
         yield each
 
 
+def classes_of(family: str) -> tuple[Any, Any]:
+    """The bundle and the pipeline of a family."""
+    import importlib
+
+    module = importlib.import_module(f"unirl.models.{family}.family")
+    name = {"sd3": "SD3", "flux2_klein": "Flux2Klein", "hunyuan_video15": "HunyuanVideo15", "qwen_image": "QwenImage"}
+    stem = name.get(family, family.capitalize())
+    return getattr(module, f"{stem}Bundle"), getattr(module, f"{stem}Pipeline")
+
+
 @contextmanager
 def client_of(
     engine_class: Any,
@@ -128,19 +138,11 @@ def client_of(
     from unirl.distributed.group.pool import open_pool
     from unirl.distributed.weight_sync.endpoints import WeightSender
     from unirl.distributed.weight_sync.sync import EngineSync
-    from unirl.models.flux2_klein.family import Flux2KleinBundle, Flux2KleinPipeline
-    from unirl.models.hunyuan_video15.family import HunyuanVideo15Bundle, HunyuanVideo15Pipeline
-    from unirl.models.sd3.family import SD3Bundle, SD3Pipeline
     from unirl.train.backend.base import OptimizerConfig
     from unirl.train.backend.fsdp import FSDPBackend
     from unirl.train.configs import LoraConfig
 
-    kinds: Any = {
-        "sd3": (SD3Bundle, SD3Pipeline),
-        "flux2_klein": (Flux2KleinBundle, Flux2KleinPipeline),
-        "hunyuan_video15": (HunyuanVideo15Bundle, HunyuanVideo15Pipeline),
-    }
-    bundle, pipeline = kinds[family]
+    bundle, pipeline = classes_of(family)
     trained = pipeline(bundle(path=path, dtype=dtype))
     lora = None if kind == "full" else LoraConfig(rank=4, alpha=8.0)
     backend = FSDPBackend(trained.bundle, 3, optimizer_cfg=OptimizerConfig(learning_rate=1e-2), lora_cfg=lora)
@@ -269,13 +271,10 @@ def write_model(family: str, folder: Path) -> None:
     """The tiny model of a family as a folder."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from unirl.models.flux2_klein.family import Flux2KleinBundle, Flux2KleinPipeline
-    from unirl.models.sd3.family import SD3Bundle, SD3Pipeline
-
-    if family == "sd3":
-        SD3Pipeline(SD3Bundle(path="toy", dtype="fp32")).write_model({}, folder)
+    bundle, pipeline = classes_of(family)
+    pipeline(bundle(path="toy", dtype="fp32")).write_model({}, folder)
+    if family != "flux2_klein":
         return
-    Flux2KleinPipeline(Flux2KleinBundle(path="toy", dtype="fp32")).write_model({}, folder)
     config = AutoConfig.from_pretrained(folder / "text_encoder")
     config.num_hidden_layers = KLEIN_TEXT_LAYERS
     config.layer_types = ["full_attention"] * KLEIN_TEXT_LAYERS

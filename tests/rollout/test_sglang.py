@@ -136,6 +136,7 @@ def test_packing_is_undone() -> None:
         ("nan", EngineError, "the latents have values that are not finite"),
         ("fewer-rows", EngineError, "with 0 samples, and one was asked for"),
         ("slow", EngineError, r"gave no answer for canary:\d in 5 attempts"),
+        ("other-sigmas", SamplingMismatchError, r"noise levels \(sigmas\) used are \[1, .*, and the request has \[1, "),
     ],
 )
 def test_a_lie_is_caught_when_weights_are_sent(tmp_path, fault, error, says) -> None:
@@ -150,11 +151,6 @@ def test_a_lie_is_caught_when_weights_are_sent(tmp_path, fault, error, says) -> 
 @pytest.mark.parametrize(
     ("fault", "error", "says"),
     [
-        (
-            "other-sigmas",
-            SamplingMismatchError,
-            r"noise levels \(sigmas\) used are \[1, 0\.87096, .*\], and the request has \[1, 0\.857692, .*, 0\]",
-        ),
         ("other-steps", SamplingMismatchError, r"stochastic steps used are \[1\], and the request has \[0, 1\]"),
         ("other-noise-scale", SamplingMismatchError, r"samples with another noise scale \(sampling\.kernel\.eta\)"),
         ("swap-rows", EngineError, "does not start from the noise of its seed"),

@@ -12,7 +12,7 @@ from msgspec import Meta
 class CheckpointConfig:
     """How checkpoints are written. `save_interval` and `keep_checkpoints` say when, and how many remain."""
 
-    asynchronous: bool = False
+    asynchronous: bool = True
     """Write and publish a checkpoint while the next steps run; a step waits only until its state is copied. Each
     process needs main memory for one more copy of what it saves."""
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from unirl.distributed.weight_sync.base import WeightLayout
 from unirl.rollout.engine.sglang_llm.names import ADAPTER_TENSOR
-from unirl.sde.schedule import Grid, SigmaSchedule
 from unirl.types.facts import LatentFacts
+from unirl.types.protocols import SigmaGrid
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,14 @@ class ServedFamily:
     num_text_encoders: int
     sequence_length: int | None
     """The number of text tokens that the server always encodes. None: that of the request."""
-    grid: Grid
+    grid: SigmaGrid
     """The noise levels before the shift. The server takes none, and makes its own."""
     packs: bool
     """Its latents are sequences of tokens [H * W, C] instead of [C, H, W]."""
 
     def served(self, facts: LatentFacts) -> LatentFacts:
         """The facts of the model, with the schedule of the server."""
-        assert isinstance(facts.schedule, SigmaSchedule), "both families have one"
-        return replace(facts, schedule=replace(facts.schedule, grid=self.grid))
+        return replace(facts, schedule=facts.schedule.on_grid(self.grid))
 
     def packed_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The server's shape of latents [C, H, W]."""

@@ -199,7 +199,7 @@ class SGLangDiffusionServer(HttpServer, LatentServer):
             sigmas=sigmas.tolist(),
             timesteps=dict(zip(positions, timesteps.tolist(), strict=True)),
             sde_indices=stochastic,
-            guidance_scale=None,
+            guidance_scales=None,
         )
         shape = self.pipeline.facts.latent_shape(params)
         kept = logps[list(steps)].float()

@@ -116,6 +116,8 @@ class VLLMOmniServer(HttpServer, LatentServer):
             "enable_sleep_mode": self.settings.enable_sleep_mode,
             "max_num_seqs": self.settings.max_num_seqs,
         }
+        given = self.pipeline.bundle.configs.settings
+        own |= {name: given[name] for name in self.family.settings if name in given}
         return own | dict(self.settings.engine_args)
 
     def words(self, python: str, port: int) -> list[str]:
@@ -180,20 +182,23 @@ class VLLMOmniServer(HttpServer, LatentServer):
             check_kernel(params.kernel)
 
     def sample(self, request: LatentRequest, params: DiffusionSamplingParams, positions: Sequence[int]) -> LatentAnswer:
-        shape = self.pipeline.facts.latent_shape(params)
-        length = self.sequence_length or params.max_sequence_length
-        body = messages.order(request.id, request.prompt, request.seed, params, shape, positions, length)
+        body = self.order(request, params, positions)
         tensors, facts = self._read_sample(request.id, self.post("/sample", body))
-        if (facts.id, facts.prompt) != (request.id, request.prompt):
+        if (facts.id, facts.prompt) != (request.id, body["prompt"]):
             raise EngineError(f"{self.name} answered {request.id} with the sample of {facts.id}, {facts.prompt!r}")
         timesteps = tensors["timesteps"].tolist()
         used = UsedSettings(
             sigmas=tensors["sigmas"].tolist(),
             timesteps=dict(enumerate(timesteps)),
             sde_indices=params.sde_indices or (),
-            guidance_scale=float(facts.guidance_scale),
+            guidance_scales=tensors["guidance_scales"].tolist(),
         )
         return LatentAnswer(used, tensors["latents"], tensors["logp"].float(), facts.weights)
+
+    def order(self, request: LatentRequest, params: DiffusionSamplingParams, positions: Sequence[int]) -> messages.Body:
+        """The body of the request for a sample."""
+        length = self.sequence_length or params.max_sequence_length
+        return messages.order(request, params, positions, self.pipeline.facts, self.family, length)
 
     def _read_sample(self, id: str, reply: Reply) -> tuple[dict[str, Tensor], messages.SampleFacts]:
         """The tensors and facts in an answer. Raises EngineError for one that cannot be read."""
@@ -207,7 +212,7 @@ class VLLMOmniServer(HttpServer, LatentServer):
             facts = msgspec.convert(header["__metadata__"], messages.SampleFacts)
         except (SafetensorError, ValueError, KeyError, msgspec.DecodeError) as error:
             raise EngineError(f"{self.name}: its answer to {id} cannot be read: {error}") from error
-        missing = {"latents", "logp", "timesteps", "sigmas"} - set(tensors)
+        missing = {"latents", "logp", "timesteps", "sigmas", "guidance_scales"} - set(tensors)
         if missing:
             raise EngineError(f"{self.name}: its answer to {id} has no {sorted(missing)[0]}")
         return tensors, facts

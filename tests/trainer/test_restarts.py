@@ -12,7 +12,7 @@ import pytest
 from tests.processes import wait_until
 from tests.trainer.child import begin, said
 from tests.trainer.killing import outcome, steps_in
-from unirl.config.errors import DataError, LostWorkerError, StallError, WorkerError
+from unirl.config.errors import DataError, LostWorkerError, ResourceError, StallError, WorkerError
 from unirl.config.failures import Restart, Session
 from unirl.config.load import load
 from unirl.tracking.tables import read_rows
@@ -43,7 +43,7 @@ def test_a_lost_worker_and_a_stall_restart_the_run_in_its_own_folder(tmp_path: P
     first, second, third = ends(session, [LostWorkerError("worker 1 died\nand so on"), StallError("no progress")])
     assert first.recipe.config.run.dir is None
     assert second.recipe.config.run.dir == third.recipe.config.run.dir == str(tmp_path)
-    assert session.restart == Restart(2, 3, "StallError: no progress")
+    assert session.restart == Restart(2, 3, "no progress")
 
 
 def test_a_run_that_began_from_a_checkpoint_elsewhere_begins_there_again_until_it_has_its_own(tmp_path: Path) -> None:
@@ -73,6 +73,12 @@ def test_a_run_that_was_told_to_stop_or_has_no_folder_yet_does_not_restart(tmp_p
     for session, stop in ((Session(run_dir=tmp_path), True), (Session(), False)):
         with pytest.raises(LostWorkerError):
             ends(session, [LostWorkerError("died")], stop=stop)
+
+
+def test_a_cluster_that_is_too_small_for_a_restart_ends_the_run_by_the_worker_that_was_lost(tmp_path: Path) -> None:
+    errors = [LostWorkerError("worker 1 died"), ResourceError("the run needs 2 machines")]
+    with pytest.raises(LostWorkerError, match=r"^worker 1 died\n  The run could not start again: the run needs 2"):
+        ends(Session(run_dir=tmp_path), errors)
 
 
 def workers_of(driver: int) -> list[int]:

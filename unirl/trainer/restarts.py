@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from unirl.config.errors import LostWorkerError, StallError, UniRLError
+from unirl.config.errors import LostWorkerError, ResourceError, StallError, UniRLError
 from unirl.config.failures import Restart, Session
 from unirl.config.load import Recipe, load
 from unirl.train.backend.checkpoint import CheckpointStore
@@ -58,6 +58,9 @@ class Attempt:
         return self
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> bool:
+        before = self.session.restart
+        if isinstance(error, ResourceError) and before is not None:
+            raise LostWorkerError(f"{before.error}\n  The run could not start again: {error}") from error
         if isinstance(error, RESTARTED) and not self.is_stopping and self.session.run_dir is not None:
             self.restarts = self._may_restart(error)
         return self.restarts
@@ -73,8 +76,7 @@ class Attempt:
                 f"(restarts.window_s), and restarts.max={allowed.max} allows no more. It continues with resume=auto"
             ) from error
         self.past.append(now)
-        first_line = str(error).splitlines()[0]
-        self.session.restart = Restart(len(recent) + 1, allowed.max, f"{type(error).__name__}: {first_line}")
+        self.session.restart = Restart(len(recent) + 1, allowed.max, str(error).splitlines()[0])
         return True
 
 

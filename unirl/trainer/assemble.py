@@ -96,6 +96,8 @@ def build_trainer(
     if session is not None:
         session.run_dir, session.grace_s = root, recipe.config.run.stop_grace_s
     with recorded_end(tracker):
+        if session is not None and session.restart is not None:
+            tracker.restarted(**vars(session.restart))
         # From here on this process alone writes. Another one may have saved after `resume` was chosen.
         checkpoints.check_writer = tracker.run.fence.check
         checkpoints.collect()

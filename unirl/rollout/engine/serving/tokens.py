@@ -90,13 +90,13 @@ class TokenServingEngine(ServingEngine):
     pipeline: TextPipeline[Any]
     server: TokenServer
 
-    def __init__(self, pipeline: TextPipeline[Any], server: TokenServer) -> None:
-        if pipeline.facts.condition_images != (0, 0) and not server.reads_images:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pipeline.facts.condition_images != (0, 0) and not self.server.reads_images:
             raise IncompatibleError(
-                f"{type(self).__name__} sends texts alone, and {type(pipeline).__name__} is for a model that reads "
-                "images. Use another engine, such as rollout=sglang or rollout=replica"
+                f"{type(self).__name__} sends texts alone, and {type(self.pipeline).__name__} is for a model that "
+                "reads images. Use another engine, such as rollout=sglang or rollout=replica"
             )
-        super().__init__(pipeline, server)
 
     def canary_inputs(self) -> PromptTokens:
         return self.pipeline.canary_inputs()

@@ -173,7 +173,7 @@ def test_other_programs_get_tokens_and_images_that_give_the_same_inputs(pipeline
         assert plain.tokens.count(pipeline.bundle.image_token) == len(row[1])
         inputs = processed(pipeline, path, pictures, row)
         assert plain.expanded == inputs["input_ids"][0].tolist()
-        again = pipeline.conditions_of(plain.tokens, plain.images)
+        again = pipeline.from_plain(plain.tokens, plain.images)
         for name, condition in again.items():
             expected = conditions[name].select([i])
             for key, value in vars(condition).items():
@@ -182,7 +182,7 @@ def test_other_programs_get_tokens_and_images_that_give_the_same_inputs(pipeline
                 )
                 assert same, (name, key)
     with pytest.raises(ValueError, match="hold 1 image placeholders for 0 images"):
-        pipeline.conditions_of(pipeline.plain_prompts(conditions)[1].tokens, [])
+        pipeline.from_plain(pipeline.plain_prompts(conditions)[1].tokens, [])
 
 
 def test_pixel_bounds_scale_images(path, pipeline, pictures) -> None:

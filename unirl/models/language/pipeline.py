@@ -193,7 +193,7 @@ class TextPipeline(TokenPipeline[BundleT]):
         rows = [row.tolist() for row in prompts.tokens.cpu().split(prompts.lengths.tolist())]
         return [PlainPrompt(row, row) for row in rows]
 
-    def conditions_of(self, tokens: Sequence[int], images: Sequence[bytes]) -> Conditions:
+    def from_plain(self, tokens: Sequence[int], images: Sequence[bytes]) -> Conditions:
         """The conditions of one `PlainPrompt`, from its tokens and images. Raises ValueError if they do not match."""
         if images:
             raise ValueError(f"{type(self).__name__} reads no images, and the prompt has {len(images)}")

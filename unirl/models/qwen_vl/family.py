@@ -219,7 +219,7 @@ class QwenVLPipeline(TextPipeline[QwenVLBundle]):
         collapsed = collapse_images(tokens, image_token, [self.patcher.num_tokens(grid) for grid in grids])
         return PlainPrompt(collapsed, [image_token if token == IMAGE_TOKEN else token for token in tokens], images)
 
-    def conditions_of(self, tokens: Sequence[int], images: Sequence[bytes]) -> Conditions:
+    def from_plain(self, tokens: Sequence[int], images: Sequence[bytes]) -> Conditions:
         conditions = self._conditions(tokens, [self.patcher.cut(png_image(image)) for image in images])
         return {name: condition.to(self.bundle.device) for name, condition in conditions.items()}
 

@@ -78,6 +78,8 @@ class FakeSGLang:
         """The names of adapters."""
         self.has_session = False
         self.num_updates = 0
+        self.keeps_cache = True
+        """Running requests keep their keys and values during a pause. False: they compute them again afterwards."""
         self.is_asleep = False
         self.stored: dict[str, Tensor] = {}
         """The weights while it sleeps."""
@@ -162,7 +164,7 @@ class FakeSGLang:
     def _read(self, tokens: Sequence[int], images: Sequence[bytes]) -> Conditions:
         """The conditions of a prompt. Raises Refused if its placeholders and images do not match."""
         try:
-            return self.model.pipeline.conditions_of(tokens, [self.repaint(image) for image in images])
+            return self.model.pipeline.from_plain(tokens, [self.repaint(image) for image in images])
         except ValueError as error:
             raise Refused(str(error)) from error
 
@@ -245,6 +247,7 @@ class FakeSGLang:
         if mode not in ("abort", "retract", "in_place"):
             return JsonReply(400, {"object": "error", "message": "Input should be 'abort', 'retract' or 'in_place'"})
         self.scheduler.pause(True)
+        self.keeps_cache = mode == "in_place"
         if mode == "abort":
             self.scheduler.abort(None)
         return JsonReply(200, {"message": "Generation paused successfully.", "status": "ok"})
@@ -282,7 +285,7 @@ class FakeSGLang:
             if self.fault != "stale-weights" or self.num_updates == 1:
                 for name, tensor in tensors_in(body["serialized_named_tensors"][0]).items():
                     self.model.store(name, tensor.bfloat16() if self.fault == "wrong-dtype" else tensor)
-            if body.get("flush_cache", True) and self.scheduler.running:
+            if body.get("flush_cache", True) and self.scheduler.running and self.keeps_cache:
                 return outcome(
                     False,
                     "Weights were updated, but the cache was not flushed because requests are still running or queued. "

@@ -81,8 +81,9 @@ class TokenScheduler:
         threading.Thread(target=self._run, name="scheduler", daemon=True).start()
 
     def complete(self, rows: Sequence[DecodedRow]) -> None:
-        """Sample the responses. Returns when all are done."""
+        """Sample the responses. Returns when all are done. During a pause, new ones wait."""
         with self.changed:
+            self.changed.wait_for(lambda: not self.is_paused)
             self.running += rows
             self.changed.notify_all()
         for row in rows:

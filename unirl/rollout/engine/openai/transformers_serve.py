@@ -125,7 +125,7 @@ class TransformersServer(HttpServer, TokenServer):
             tokens = [int(word) for word in choice.text.split()]
         except (msgspec.DecodeError, ValueError) as error:
             raise EngineError(f"{self.name}: an answer cannot be read: {error}: {shown(reply)}") from error
-        return TokenAnswer(tokens, None, Path(completion.model).name)
+        return TokenAnswer(tokens, None, [Path(completion.model).name])
 
     def begin_weights(self, name: str) -> None:
         self.sent, self.weights_name = {}, name

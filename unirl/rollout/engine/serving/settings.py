@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from unirl.config.errors import InvalidValueError
 from unirl.rollout.engine.environments import ENVIRONMENTS
+from unirl.rollout.engine.serving.in_flight import InFlight
 
 FAKE = "fake"
 """The program of UniRL that speaks the protocol of a server."""
@@ -40,6 +41,10 @@ class ServerSettings:
     """Seconds that the server has to start."""
     timeout_s: float = 1800.0
     """Seconds that it has for one answer."""
+    in_flight: InFlight = "drain"
+    """What happens to the requests that the server answers when new weights are sent: drain (the transfer waits for
+    their answers), abort (they are asked again after it) or pause (they go on with the new weights). The loop sends
+    weights between rollouts, when there are none."""
     max_restarts: int = 3
     """How often a server that ended is started again. It gets its weights again."""
 

@@ -46,8 +46,8 @@ class TokenAnswer:
     tokens: Sequence[int]
     logps: Sequence[float] | None
     """Log-prob of each token, nats: log_softmax(logits / temperature) before top_k and top_p. None: not reported."""
-    weights: str
-    """The name of the weights that it was sampled from, as the server reports it."""
+    weights: Sequence[str]
+    """The names of the weights that its tokens were sampled from, as the server reports them, in order."""
 
 
 @dataclass(frozen=True)
@@ -115,12 +115,14 @@ class TokenServingEngine(ServingEngine):
         builder = ResponseBuilder(self.pipeline.bundle.codec, params, None)
         responses = [response_from(row, id, answers[row], builder) for row, id in enumerate(req.sample_ids)]
         segment = text_segment(responses, params)
-        return response_of(req, conditions, segment, self.pipeline.decoded(segment, req.sample_ids))
+        resp = response_of(req, conditions, segment, self.pipeline.decoded(segment, req.sample_ids))
+        return self.with_versions(resp, [answer.weights[0] for answer in answers])
 
     def _answer(self, params: ARSamplingParams, request: TokenRequest) -> TokenAnswer:
         """The checked answer to one request, after retries. A retried request has the same seed."""
-        answer = self.server.insist(f"for {request.id}", lambda: self.server.complete(request, params))
-        self.check_weights(request.id, answer.weights)
+        answer, names = self.ask(request.id, lambda: self.server.complete(request, params))
+        for weights in answer.weights:
+            self.check_weights(request.id, weights, names)
         self._check(request, answer, params)
         return answer
 

@@ -18,6 +18,7 @@ from unirl.distributed.weight_sync.base import WeightLayout
 from unirl.models.language.pipeline import PlainPrompt, TextPipeline
 from unirl.rollout.engine.serving.fake import fake_command
 from unirl.rollout.engine.serving.http_server import HttpServer, option_words
+from unirl.rollout.engine.serving.in_flight import InFlight
 from unirl.rollout.engine.serving.payloads import copied
 from unirl.rollout.engine.serving.process import LOOPBACK
 from unirl.rollout.engine.serving.settings import InstalledServerSettings
@@ -27,6 +28,8 @@ from unirl.rollout.engine.sglang_llm.checksums import ChecksumProof, SentTensors
 from unirl.rollout.engine.sglang_llm.names import checkpoint_names, wire_names
 from unirl.types.sampling import ARSamplingParams
 
+PAUSES: Mapping[InFlight, str] = {"abort": "abort", "pause": "retract"}
+"""Mode of /pause_generation. `retract` computes keys and values of the tokens so far again, with the new weights."""
 PROBED_TOKENS = 32
 """The most likely tokens after a prompt, whose log-probs the probe compares."""
 PROBE_TEMPERATURES = (0.0, 2.0)
@@ -70,6 +73,7 @@ class SGLangServer(HttpServer, TokenServer):
     name: ClassVar[str] = "SGLang"
     health: ClassVar[str] = "/ready"
     reads_images: ClassVar[bool] = True
+    in_flight_modes: ClassVar[tuple[InFlight, ...]] = ("drain", "abort", "pause")
     own_arguments: ClassVar[Collection[str]] = (
         *("model_path", "host", "port", "dtype", "device", "base_gpu_id", "tp_size", "mem_fraction_static"),
         *("context_length", "enable_deterministic_inference", "enable_memory_saver", "enable_weights_cpu_backup"),
@@ -110,6 +114,7 @@ class SGLangServer(HttpServer, TokenServer):
                 self.pipeline.write_model({}, self.root)
         else:
             self.root = bundle.directory_of(bundle.path, bundle.revision)
+        check_pause(self.settings.in_flight, layout.payload == "adapter")
         self.layout = layout
         self.wire = wire_names(layout, checkpoint_names(self.root, bundle.family))
 
@@ -177,7 +182,7 @@ class SGLangServer(HttpServer, TokenServer):
         check_sampling(params)
         row = self._generate(request.id, request.prompt, params, request.seed)
         logps = [float("nan") if logp is None else logp for logp, _, _ in row.meta_info.output_token_logprobs]
-        return TokenAnswer(row.output_ids, logps, row.meta_info.weight_version)
+        return TokenAnswer(row.output_ids, logps, weights_of(row.meta_info))
 
     def _generate(
         self,
@@ -216,11 +221,11 @@ class SGLangServer(HttpServer, TokenServer):
                 f"{row.output_ids[:8]}... ({len(row.output_ids)}) with log-probs of {scored_tokens[:8]}... "
                 f"({len(scored_tokens)})"
             )
-        versions = {span.version for span in meta.weight_versions} | {meta.weight_version}
-        if len(versions) > 1:
+        weights = weights_of(meta)
+        if len(weights) > 1 and self.settings.in_flight != "pause":
             raise SyncError(
-                f"{self.name} sampled {id} from several weights, {', '.join(sorted(versions))}: another program sent "
-                "weights to the same server meanwhile. Give each run its own server"
+                f"{self.name} sampled {id} from several weights, {', '.join(weights)}: another program sent weights to "
+                "the same server meanwhile. Give each run its own server"
             )
         return row
 
@@ -230,6 +235,12 @@ class SGLangServer(HttpServer, TokenServer):
             self.post("/abort_request", {"rid": rid}, timeout_s=PROBE_TIMEOUT_S)
 
     # Weights
+
+    def interrupt(self, in_flight: InFlight) -> None:
+        self.insist_on("/pause_generation", {"mode": PAUSES[in_flight]})
+
+    def proceed(self) -> None:
+        self.insist_on("/continue_generation", {})
 
     def begin_weights(self, name: str) -> None:
         self.weights_name, self.has_lost_weights = name, False
@@ -367,6 +378,20 @@ class SGLangServer(HttpServer, TokenServer):
         self.post_once("/resume_memory_occupation", {})
         if self._checksums() != self.asleep:
             raise SyncError(f"{self.name} has other weights after its sleep than before: see {self.log}")
+
+
+def weights_of(meta: messages.Meta) -> list[str]:
+    """The names of the weights that a response was sampled from, in the order of its tokens, without repetitions."""
+    return list(dict.fromkeys([span.version for span in meta.weight_versions] or [meta.weight_version]))
+
+
+def check_pause(in_flight: InFlight, sends_adapters: bool) -> None:
+    """Raises IncompatibleError for requests that are to go on with another adapter than they name."""
+    if in_flight == "pause" and sends_adapters:
+        raise IncompatibleError(
+            "rollout.in_flight=pause: a request names its adapter, so that it cannot go on with another one. Use drain "
+            "or abort, or set sync.merge_adapters=true"
+        )
 
 
 def check_sampling(params: ARSamplingParams) -> None:

@@ -168,11 +168,7 @@ def test_a_pipeline_that_gives_its_network_other_timesteps_is_caught() -> None:
         ("nan", EngineError, "the latents have values that are not finite"),
         ("fewer-rows", EngineError, r"its answer to canary:\d has no latents"),
         ("slow", EngineError, r"gave no answer for canary:\d in 5 attempts"),
-        (
-            "other-sigmas",
-            SamplingMismatchError,
-            r"noise levels \(sigmas\) used are \[1, 0\.7.*, and the request has \[",
-        ),
+        ("other-sigmas", SamplingMismatchError, r"noise levels \(sigmas\) used are \[1, 0\.7.*, and the request has \["),
     ],
 )
 def test_a_lie_is_caught_when_weights_are_sent(tmp_path, fault, error, says) -> None:

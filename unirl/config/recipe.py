@@ -209,7 +209,7 @@ class RunSettings:
     keep_checkpoints: NonNegative = 3
     """The newest checkpoints to keep, counted after a new one is published; 0 = keep all."""
     resume: str = "auto"
-    """auto = continue the run of the run directory, or start it; latest; none; or the path of a checkpoint."""
+    """auto = continue the run of the run directory, or start it; latest; none; or the path or URL of a checkpoint."""
     scale: Literal["full", "toy"] = "full"
     """toy = the same recipe with small values, which runs on a CPU in seconds."""
     plugins: tuple[str, ...] = ()

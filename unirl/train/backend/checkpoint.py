@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,18 +69,25 @@ class CheckpointStore:
     """
 
     def __init__(
-        self, directory: str | Path, *, keep: int = 3, check_writer: Callable[[], None] = lambda: None
+        self,
+        directory: str | Path,
+        *,
+        keep: int = 3,
+        keep_every: int = 0,
+        check_writer: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
             keep: number of numbered checkpoints that remain after a save (0 keeps all). `checkpoint-final` does not
                 count. It is removed when a later checkpoint is saved, because the run then continues beyond it.
+            keep_every: checkpoints of steps that this divides remain, too, and do not count. 0: there are none.
             check_writer: raises if this process may no longer write. Called before anything is published or removed.
         """
         if keep < 0:
             raise ValueError(f"keep must be >= 0 (0 keeps all), got {keep}")
         self.directory = Path(directory)
         self.keep = keep
+        self.keep_every = keep_every
         self.check_writer = check_writer
 
     @contextmanager
@@ -193,10 +200,9 @@ class CheckpointStore:
         """
         everything = self.checkpoints()
         numbered = [checkpoint for checkpoint in everything if OWN.fullmatch(checkpoint.path.name)]
-        num_kept = self.keep or len(numbered)
         final = [checkpoint for checkpoint in everything if checkpoint.path.name == FINAL]
         outgrown = [checkpoint for checkpoint in final if numbered and checkpoint.step < numbered[0].step]
-        old = [*numbered[num_kept:], *outgrown]
+        old = [*beyond(numbered, self.keep, self.keep_every), *outgrown]
         doomed = [checkpoint for checkpoint in everything if checkpoint in old and checkpoint.path != published]
         remaining = [checkpoint for checkpoint in everything if checkpoint not in doomed]
         if doomed and not any(_is_valid(checkpoint) for checkpoint in remaining):
@@ -287,6 +293,12 @@ class CheckpointStore:
         free, needed = shutil.disk_usage(place).free, self._last_size()
         size = f"about {_megabytes(needed)} (like the last checkpoint)" if needed else "unknown (the first checkpoint)"
         return f"Needed: {size}; free: {_megabytes(free)}"
+
+
+def beyond(newest_first: Sequence[Checkpoint], keep: int, keep_every: int) -> list[Checkpoint]:
+    """The checkpoints that are neither among the newest `keep` (0: all) nor of a step that `keep_every` divides."""
+    rest = [each for each in newest_first if not keep_every or each.step % keep_every]
+    return rest[keep or len(rest) :]
 
 
 def checkpoint_name(step: int) -> str:

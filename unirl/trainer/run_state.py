@@ -74,7 +74,7 @@ class RunState:
     copies: RemoteCheckpoints | None = None
     """Where published checkpoints are copied (checkpoint.copy_to)."""
     uncopied: UniRLError | None = None
-    """The error of the last copy, if it failed. Training goes on, and the run ends with it unless a later copy works."""
+    """The error of the last copy, if it failed. Training goes on; the run ends with it unless a later copy works."""
     step: int = 0
     """Steps finished; the number of the step that runs next."""
     chosen: dict[str, Any] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from unirl.config.dependencies import need
 from unirl.config.errors import CheckpointError, InvalidValueError, StorageError
-from unirl.train.backend.checkpoint import NUMBERED, OWN, Checkpoint, beyond, checkpoint_name, verify
+from unirl.train.backend.checkpoint import NUMBERED, OWN, Checkpoint, beyond, verify
 from unirl.train.backend.manifest import MANIFEST, files_of
 
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
@@ -53,7 +53,7 @@ class RemoteCheckpoints:
         scheme = url.partition("://")[0].lower()
         if scheme not in fsspec.available_protocols() or not is_url(url):
             raise InvalidValueError(
-                f"{setting}={url} is not a URL of fsspec: write SCHEME://PLACE, such as s3://bucket/run, gs://bucket/run "
+                f"{setting}={url} is not a URL of fsspec: write SCHEME://PLACE, such as s3://bucket/run "
                 "or file:///disk2/run"
             )
         if scheme in PACKAGES:
@@ -158,6 +158,6 @@ class RemoteCheckpoints:
                 if number + 1 < TRIES:
                     time.sleep(PAUSE_S * 2**number)
         raise StorageError(
-            f"{self.setting}={self.url} cannot be {what}: {type(last).__name__}: {last} ({TRIES} tries). Checkpoints in "
-            "the run directory are intact. Correct the URL or the access to it, or leave it out"
+            f"{self.setting}={self.url} cannot be {what}: {type(last).__name__}: {last} ({TRIES} tries). Checkpoints "
+            "in the run directory are intact. Correct the URL or the access to it, or leave it out"
         ) from last

@@ -222,6 +222,13 @@ class Preempted(UniRLError, code=75, exit_status=75):
     """Stopped early with a checkpoint saved: please requeue."""
 
 
+class StoppedAtStart(BaseException):
+    """A stop signal came while no step ran. As with KeyboardInterrupt, no library takes it for an error of its own."""
+
+    def __init__(self, signal: str) -> None:
+        super().__init__(f"{signal}: stopped while no step was running. Nothing is lost: start the same command again")
+
+
 class Interrupted(UniRLError, code=130, exit_status=130):
     """Stopped by the user (Ctrl-C) with a checkpoint saved."""
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from unirl.config.errors import PluginError, UniRLError, report
+from unirl.config.errors import PluginError, Preempted, StoppedAtStart, UniRLError, report
 from unirl.config.plugins import explained, summary, suspects
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -39,6 +39,8 @@ class Session:
     """The last restart of the run."""
     has_started: threading.Event = field(default_factory=threading.Event)
     """Set when the run prints its banner, or ends before."""
+    grace_s: float = 30.0
+    """Seconds after a stop signal by which the process ends. Before a run begins there is nothing to save."""
     on_start: Callable[[], None] = lambda: None
     """Waits until nothing else prints."""
 
@@ -68,6 +70,8 @@ def failure_of(error: BaseException) -> ExitReport:
             return ExitReport(f"unirl: {error}", status)
         case UniRLError(exit_status=status):
             return ExitReport(report(error), status)
+        case StoppedAtStart():
+            return ExitReport(f"unirl: {error}", Preempted.exit_status)
         case KeyboardInterrupt():
             return ExitReport("unirl: interrupted", 130)
         case _ if is_full_disk(error):

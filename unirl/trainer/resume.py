@@ -69,7 +69,7 @@ def resume_point(store: CheckpointStore, resume: str) -> ResumePoint:
 
     Raises:
         ConfigError: 2004 when `none` would overwrite a run.
-        CheckpointError: 7001 when there are checkpoints and all are damaged, or the named one is.
+        CheckpointError: 7001 when there are checkpoints and all are damaged or not finite, or the named one is.
     """
     if resume == "none":
         checkpoints = store.checkpoints()
@@ -83,8 +83,8 @@ def resume_point(store: CheckpointStore, resume: str) -> ResumePoint:
         cache = store.directory.parent.parent / FETCHED
         return ResumePoint(open_checkpoint(RemoteCheckpoints(resume, setting="resume").fetch_newest(cache)))
     if resume not in ("auto", "latest"):
-        return ResumePoint(open_checkpoint(resume))
-    latest = store.latest_valid()
+        return ResumePoint(open_checkpoint(resume, healthy=True))
+    latest = store.latest_valid(healthy=True)
     if latest.checkpoint is None and latest.skipped:
         raise CheckpointError(
             f"no checkpoint in {store.directory} is valid ({'; '.join(map(str, latest.skipped))}): "

@@ -3,9 +3,9 @@
     python scripts/chaos.py --trials 50 --seed 1 --out benchmarks/chaos.json
     python scripts/chaos.py --modes ray --trials 3 --seconds 170 --out benchmarks/chaos.json
 
-A trial disturbs one run one to three times and resumes it whenever it ended. A disturbance is drawn with --seed: SIGKILL,
-a pause by SIGSTOP, a pause that ends by SIGKILL, or a disk that is full from some moment on (the limit of file sizes is
-lowered in the running process, so each file that grows fails). With Ray, a worker is killed or paused instead of the
+A trial disturbs one run one to three times and resumes it whenever it ended. A disturbance is drawn with --seed:
+SIGKILL, a pause by SIGSTOP, a pause that ends by SIGKILL, or a disk that is full from some moment on (the limit of file
+sizes is lowered in the running process, so each file that grows fails). With Ray, a worker is the victim instead of the
 driver in half of the cases, and the run recovers by itself. Then the run finishes, and everything that
 `tests/trainer/killing.py` compares must be equal. A run that ends by a full disk must say so by exit status 7.
 
@@ -28,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import date
 from multiprocessing.context import ForkServerProcess
@@ -37,7 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tests.trainer.child import begin, said  # noqa: E402
-from tests.trainer.killing import Run, Unkilled, steps_in  # noqa: E402
+from tests.trainer.killing import Run, Unkilled, after_seconds, after_step, steps_in  # noqa: E402
 
 COMMON = ("keep_checkpoints=2", "evaluation.eval_steps=5", "tracking.sample_steps=4", "save_interval=1")
 PICTURES, TEXT = "diffusion/sd3_trainside", str(ROOT / "tests/trainer/text_loop.yaml")
@@ -59,6 +60,8 @@ class Disturbance:
     victim: str
     """driver or worker."""
     after_steps: int
+    hit: bool
+    """False if the run had ended before."""
     status: int
     """Exit status; -9 after SIGKILL."""
 
@@ -81,7 +84,7 @@ def pause_and_kill(pid: int, choice: random.Random) -> None:
 
 def fill_disk(pid: int, choice: random.Random) -> None:
     _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(pid, resource.RLIMIT_FSIZE, (choice.randint(100, 100_000), hard))
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (choice.randint(100, 30_000), hard))
 
 
 KINDS: dict[str, Callable[[int, random.Random], None]] = {
@@ -92,20 +95,20 @@ KINDS: dict[str, Callable[[int, random.Random], None]] = {
 }
 
 
-def disturb(run: Run, folder: Path, choice: random.Random, duration: float, with_workers: bool) -> Disturbance:
+def disturb(run: Run, folder: Path, choice: random.Random, with_workers: bool) -> Disturbance:
     """Begins or continues a run, disturbs it once, and waits for the end of its process."""
     child = begin(run.recipe, folder, *run.overrides, f"num_rollouts={run.num_steps}", own_session=True)
-    kind, delay = choice.choice(list(KINDS)), choice.uniform(0.05, 0.9) * duration
-    at_worker = with_workers and choice.random() < 0.5
-    child.join(delay)
+    kind, at_worker = choice.choice(list(KINDS)), with_workers and choice.random() < 0.5
+    when = moment(folder, run.num_steps, choice)
+    while child.is_alive() and not when():
+        time.sleep(0.01)
     pids = workers_of(child) if at_worker else [child.pid]
     victim = choice.choice(pids) if pids else child.pid
     steps = steps_in(folder)
-    if child.is_alive():
-        try:
+    hit = child.is_alive()
+    if hit:
+        with suppress(ProcessLookupError):
             KINDS[kind](victim, choice)
-        except ProcessLookupError:
-            kind = "none: the process had ended"
     child.join(600)
     status = child.exitcode
     if status is None:
@@ -114,7 +117,14 @@ def disturb(run: Run, folder: Path, choice: random.Random, duration: float, with
     expected = (0, -signal.SIGKILL, *([FULL] if kind == "full disk" else []))
     if status not in expected:
         raise RuntimeError(f"a run that was disturbed by {kind} ended with status {status}: {said(folder)}")
-    return Disturbance(kind, "driver" if victim == child.pid else "worker", steps, status)
+    return Disturbance(kind, "driver" if victim == child.pid else "worker", steps, hit, status)
+
+
+def moment(folder: Path, num_steps: int, choice: random.Random) -> Callable[[], bool]:
+    """A moment in the start of a process (a fifth of all), or up to 1.5 seconds after a step."""
+    if choice.random() < 0.2:
+        return after_seconds(choice.uniform(0.0, 5.0))
+    return after_step(folder, choice.randrange(num_steps), choice.uniform(0.0, 1.5))
 
 
 def workers_of(child: ForkServerProcess) -> list[int]:
@@ -136,7 +146,9 @@ def trial(mode: str, number: int, seed: int, unkilled: Unkilled, scratch: Path) 
     done: list[Disturbance] = []
     try:
         for _ in range(choice.randint(1, 3)):
-            done.append(disturb(unkilled.run, folder, choice, unkilled.duration, mode == "ray"))
+            done.append(disturb(unkilled.run, folder, choice, mode == "ray"))
+            if done[-1].status == 0:
+                break
         result = unkilled.run.finish(folder)
         differs = [name for name, value in unkilled.outcome.items() if result[name] != value]
     except (RuntimeError, AssertionError) as error:
@@ -183,13 +195,18 @@ def trials_of(mode: str, numbers: list[int], seed: int, jobs: int, end: float) -
         return [record for record in pool.map(one, numbers) if record is not None]
 
 
+def share_of(records: list[dict[str, object]]) -> str:
+    return f"{sum(bool(record['equal']) for record in records)} of {len(records)}"
+
+
 def write(records: list[dict[str, object]], seed: int, out: Path | None) -> None:
     if out is None:
         return
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     modes = {mode: [record for record in records if record["mode"] == mode] for mode in MODES}
     report = {
-        "equal": {mode: f"{sum(bool(r['equal']) for r in rows)} of {len(rows)}" for mode, rows in modes.items() if rows},
+        "disturbances_that_hit": sum(each["hit"] for record in records for each in record["disturbances"]),
+        "equal": {mode: share_of(rows) for mode, rows in modes.items() if rows} | {"all": share_of(records)},
         "seed": seed,
         "date": str(date.today()),
         "commit": commit.stdout.strip(),

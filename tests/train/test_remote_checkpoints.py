@@ -61,7 +61,7 @@ def test_a_copy_that_stopped_half_way_does_not_count_and_a_damaged_one_is_passed
     copies = RemoteCheckpoints(url)
     first, second = saved(tmp_path, 1, 2)
     copies.copy(first)
-    files = list(remote.files_of(second))
+    files = remote.sealed_files(second)
 
     def cut_off(folder: Path):
         yield files[0]
@@ -69,7 +69,7 @@ def test_a_copy_that_stopped_half_way_does_not_count_and_a_damaged_one_is_passed
 
     monkeypatch.setattr(remote, "PAUSE_S", 0.0)
     with monkeypatch.context() as patch, pytest.raises(StorageError, match="cannot be written to: InterruptedError"):
-        patch.setattr(remote, "files_of", cut_off)
+        patch.setattr(remote, "sealed_files", cut_off)
         copies.copy(second)
     assert steps_at(url) == [1]
     copies.copy(second)

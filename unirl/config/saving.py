@@ -17,6 +17,9 @@ class CheckpointConfig:
     process needs main memory for one more copy of what it saves."""
     keep_every: Annotated[int, Meta(ge=0)] = 0
     """Milestones: checkpoints of steps that this divides are kept, beside the newest `keep_checkpoints`; 0 = none."""
+    signing_key: str | None = None
+    """Sign manifests with this secret key: `env:NAME` for an environment variable, or the path of a file with mode 600.
+    The run then resumes only from checkpoints that are signed with it."""
     copy_to: str | None = None
     """A URL where every checkpoint is copied after it is published: s3://bucket/run, gs://..., file:///disk2/run."""
 

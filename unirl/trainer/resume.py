@@ -81,9 +81,10 @@ def resume_point(store: CheckpointStore, resume: str) -> ResumePoint:
         return ResumePoint(None)
     if is_url(resume):
         cache = store.directory.parent.parent / FETCHED
-        return ResumePoint(open_checkpoint(RemoteCheckpoints(resume, setting="resume").fetch_newest(cache)))
+        fetched = RemoteCheckpoints(resume, setting="resume").fetch_newest(cache)
+        return ResumePoint(open_checkpoint(fetched, healthy=True, key=store.key))
     if resume not in ("auto", "latest"):
-        return ResumePoint(open_checkpoint(resume, healthy=True))
+        return ResumePoint(open_checkpoint(resume, healthy=True, key=store.key))
     latest = store.latest_valid(healthy=True)
     if latest.checkpoint is None and latest.skipped:
         raise CheckpointError(

@@ -1,6 +1,6 @@
 """Copies of a run's checkpoints at a URL that fsspec reads: an object store (s3, gs), a second disk (file), memory.
 
-    <url>/checkpoint-000010/<files>, then MANIFEST.json last
+    <url>/checkpoint-000010/<files>, MANIFEST.hmac if it is signed, then MANIFEST.json
 
 A copy counts only with its manifest, which is written last and removed first, so a reader sees a whole one or none.
 The manifest is that of the checkpoint on the disk. A copy that is fetched is compared with it, file by file.
@@ -12,13 +12,14 @@ import hashlib
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from unirl.config.dependencies import need
 from unirl.config.errors import CheckpointError, InvalidValueError, StorageError
 from unirl.train.backend.checkpoint import NUMBERED, OWN, Checkpoint, beyond, verify
-from unirl.train.backend.manifest import MANIFEST, files_of
+from unirl.train.backend.manifest import MANIFEST, sealed_files
 
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
 """The package with which fsspec reads a scheme."""
@@ -93,7 +94,7 @@ class RemoteCheckpoints:
         for copy in self.checkpoints():
             folder = target / copy.path.name
             if not folder.is_dir() or verify(folder):
-                self._attempt("read", lambda copy=copy, folder=folder: self._fetch(copy, folder))
+                self._attempt("read", partial(self._fetch, copy, folder))
             if not (wrong := verify(folder)):
                 return folder
             damaged.append(f"\n  {copy.path.name}: {'; '.join(wrong)}")
@@ -106,7 +107,7 @@ class RemoteCheckpoints:
         target = f"{self.root}/{folder.name}"
         self._remove(target)
         self.files.makedirs(target, exist_ok=True)
-        for path in (*files_of(folder), folder / MANIFEST):
+        for path in sealed_files(folder):
             place = f"{target}/{path.relative_to(folder).as_posix()}"
             self.files.makedirs(place.rpartition("/")[0], exist_ok=True)
             self.files.put_file(str(path), place)

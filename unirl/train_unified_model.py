@@ -21,11 +21,17 @@ def train(arguments: RecipeArguments, session: Session) -> None:
     from unirl.config.load import load
     from unirl.plan.preflight import preflight
     from unirl.trainer.assemble import build_trainer
+    from unirl.trainer.restarts import attempts
 
     recipe = load(arguments.recipe, arguments.overrides)
     preflight(recipe).print_notices()
-    with build_trainer(recipe, session) as trainer, stop_on_signal(trainer.request_stop):
-        trainer.train()
+    for attempt in attempts(recipe, session):
+        with (
+            attempt,
+            build_trainer(attempt.recipe, session) as trainer,
+            stop_on_signal(attempt.stopping(trainer.request_stop)),
+        ):
+            trainer.train()
 
 
 def main(argv: Sequence[str]) -> int:

@@ -186,6 +186,10 @@ class WorkerError(UniRLError, code=10001, exit_status=10):
     """A worker was lost."""
 
 
+class LostWorkerError(WorkerError):
+    """The process of a worker, or its machine, is gone. A run may start again (`restarts`)."""
+
+
 class RendezvousError(WorkerError, code=10003):
     """Ranks could not find each other or connect."""
 

@@ -18,12 +18,25 @@ OUT_OF_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAlloca
 """The text of a failed allocation on the CPU, for which torch raises a plain RuntimeError."""
 
 
+@dataclass(frozen=True)
+class Restart:
+    """A restart of a run by itself."""
+
+    number: int
+    """The number of restarts within the window of time, with this one."""
+    allowed: int
+    error: str
+    """The error that ended the attempt before."""
+
+
 @dataclass
 class Session:
     """One command: its arguments, and the run directory once it exists."""
 
     argv: tuple[str, ...] = ()
     run_dir: Path | None = None
+    restart: Restart | None = None
+    """The last restart of the run."""
     has_started: threading.Event = field(default_factory=threading.Event)
     """Set when the run prints its banner, or ends before."""
     grace_s: float = 30.0

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from unirl.config.errors import did_you_mean
 from unirl.config.node import Node
-from unirl.config.saving import CheckpointConfig
+from unirl.config.saving import CheckpointConfig, RestartConfig
 from unirl.types.credit import CreditName
 
 Where = str | int | tuple[int, ...]
@@ -177,6 +177,7 @@ class RunSettings:
     run: RunConfig = RunConfig()
     tracking: TrackingConfig = TrackingConfig()
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    restarts: RestartConfig = field(default_factory=RestartConfig)
 
     batch_size: Positive
     """Prompts per step, P. A step generates P x sampling.samples_per_prompt samples."""

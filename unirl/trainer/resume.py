@@ -22,6 +22,7 @@ RESULT_NEUTRAL = (
     "save_interval",
     "keep_checkpoints",
     "checkpoint",
+    "restarts",
     "resume",
     "run",
     "tracking",

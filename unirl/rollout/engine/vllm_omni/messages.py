@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from torch import Tensor
 
-from unirl.rollout.engine.serving.latents import LatentRequest
+from unirl.rollout.engine.serving.latent_server import LatentRequest
 from unirl.rollout.engine.vllm_omni.families import OmniFamily
 from unirl.rollout.engine.vllm_omni.program.trajectory import StepWeights
 from unirl.sde.kernels import EulerODE, LinearKernel

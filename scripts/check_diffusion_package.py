@@ -35,8 +35,9 @@ SIDE = 64
 CASES = (
     ("sd3", "full", "http", "fp32"),
     ("sd3", "adapters", "http", "fp32"),
-    ("flux2_klein", "merged", "ipc", "fp32"),
-    ("sd3", "full", "ipc", "bf16"),
+    ("flux2_klein", "merged", "http", "fp32"),
+    ("sd3", "full", "http", "bf16"),
+    ("sd3", "full", "ipc", "fp32"),
 )
 """Families, kinds of weights, transports and dtypes for which the real server is started."""
 KLEIN_TEXT_LAYERS = 36

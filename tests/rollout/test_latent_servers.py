@@ -227,12 +227,7 @@ def test_a_server_that_is_gone_is_named(kind, tmp_path) -> None:
         assert process.wait(60) == -signal.SIGKILL
 
 
-KILLED = [
-    (SGLANG, {"transport": "http"}),
-    (SGLANG, {"transport": "ipc"}),
-    (OMNI, {"transport": "http"}),
-    (OMNI, {"transport": "ipc"}),
-]
+KILLED = [(kind, {"transport": transport}) for kind in (SGLANG, OMNI) for transport in ("http", "ipc")]
 
 
 @pytest.mark.slow

@@ -43,7 +43,7 @@ def fail_with(error: BaseException, argv=(), run_dir=None) -> int:
         (
             OSError(errno.EFBIG, os.strerror(errno.EFBIG)),
             7,
-            "error[7003]: the disk is full ([Errno 27] File too large)",
+            "error[7003]: the disk is full (OSError: [Errno 27] File too large)",
         ),
         (MemoryError(), 5, "error[5002]: out of memory"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried"), 5, "error[5002]: out of memory: CUDA"),

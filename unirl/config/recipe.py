@@ -216,7 +216,8 @@ class RunSettings:
     scale: Literal["full", "toy"] = "full"
     """toy = the same recipe with small values, which runs on a CPU in seconds."""
     plugins: tuple[str, ...] = ()
-    """Packages other than unirl whose classes a `_target_` may name."""
+    """Packages other than unirl whose classes a `_target_` may name. A file says what it needs; only the command line,
+    UNIRL_PLUGINS or ~/.config/unirl/plugins allows it."""
 
     @property
     def runtime_in_use(self) -> Literal["local", "ray"]:

@@ -45,7 +45,7 @@ PICTURES, TEXT = "diffusion/sd3_trainside", str(ROOT / "tests/trainer/text_loop.
 MODES = {
     "local": Run(PICTURES, 8, (*COMMON, "scale=toy", "checkpoint.asynchronous=false")),
     "asynchronous": Run(PICTURES, 8, (*COMMON, "scale=toy", "checkpoint.asynchronous=true")),
-    "llm": Run(TEXT, 8, (*COMMON, "checkpoint.asynchronous=true")),
+    "llm": Run(TEXT, 8, (*COMMON, "checkpoint.asynchronous=true", "plugins=[tests]")),
     "ray": Run(PICTURES, 8, (*COMMON, "scale=toy", "num_devices=2", "stall_timeout_s=60", "restarts.max=9")),
 }
 FULL = 7

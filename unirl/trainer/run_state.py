@@ -24,6 +24,7 @@ from unirl.train.backend.health import STATE_FILE, listed
 from unirl.trainer.saving import BackgroundSave
 from unirl.types.device import accelerator, device_name
 from unirl.types.protocols import State, Stateful
+from unirl.types.secrets import without_values
 
 if TYPE_CHECKING:
     from unirl.tracking.tracker import Tracker
@@ -103,7 +104,7 @@ class RunState:
                 "environment": self.environment,
             }
             text = json.dumps(state, indent=1, sort_keys=True, allow_nan=False)
-            (folder / STATE_FILE).write_text(text)
+            (folder / STATE_FILE).write_text(without_values(text))
             if self.saves_in_background:
                 backends = [policy.backend for policy in self.policies.values()]
                 self.saving = BackgroundSave(self.step, staged.pop_all(), list(folders.values()), backends).start()

@@ -96,6 +96,10 @@ class StartsServer(Protocol):
         """
         ...
 
+    def check_updates(self, settings: Mapping[str, object], num_weights: int) -> None:
+        """Raises IncompatibleError if the server cannot have as many different weights. A method of the class."""
+        ...
+
 
 @runtime_checkable
 class Estimated(Protocol):
@@ -152,7 +156,7 @@ def preflight(recipe: Recipe) -> Preflight:
             geometry = geometry_of(policy, plan, needs)
             check_geometry(geometry)
             check_compatibility(policy, needs, plan)
-            check_server(policy)
+            check_server(policy, plan)
             check_model(policy, recipe.model_variable(name))
             check_sampling(policy, needs)
             texts += [said_of_policy(text, name, policy) for text in policy_notices(policy, plan, geometry, needs)]
@@ -389,11 +393,25 @@ def check_evaluation(recipe: Recipe) -> None:
             )
 
 
-def check_server(config: RecipeConfig) -> None:
+def check_server(config: RecipeConfig, plan: PlacementPlan) -> None:
     """The settings of an engine's server must lie in their ranges, and it must have those of sampling."""
-    engine = config.rollout.schema.owner
-    if isinstance(engine, StartsServer):
-        engine.check_settings(build(config.sampling), config.rollout.values)
+    engine, settings = config.rollout.schema.owner, config.rollout.values
+    if not isinstance(engine, StartsServer):
+        return
+    engine.check_settings(build(config.sampling), settings)
+    engine.check_updates(settings, num_weights_of(config))
+    devices = len(plan.rollout)
+    if settings.get("url") is not None and devices > 1:
+        raise IncompatibleError(
+            f"rollout.url={settings['url']} is one server, and {devices} devices are to sample: each would send "
+            "weights to it. Leave rollout.url out, or sample on one device (placement.rollout)"
+        )
+
+
+def num_weights_of(config: RecipeConfig) -> int:
+    """The number of different weights from which a run samples: those of the steps, and of evaluations after them."""
+    published = -(-config.num_rollouts // config.weight_sync_interval)
+    return published + (1 if config.evaluation.eval_steps else 0)
 
 
 def check_model(config: RecipeConfig, variable: str | None) -> None:

@@ -63,6 +63,15 @@ class ServingEngine(DedicatedEngine):
     def check_start(cls, settings: Mapping[str, object]) -> None:
         """Raises DependencyError if a server is to be started and its packages are not on this machine."""
 
+    @classmethod
+    def check_updates(cls, settings: Mapping[str, object], num_weights: int) -> None:
+        """Raises IncompatibleError if the server cannot have as many different weights, one after the other.
+
+        Args:
+            settings: the block `rollout`, with its defaults.
+            num_weights: the number of different weights that the run samples from.
+        """
+
     # Weights
 
     def prepare(self, layout: WeightLayout) -> ParamMapping:

@@ -297,6 +297,7 @@ OFF = ("num_rollouts=1", "evaluation.eval_steps=0")
         (("rollout.logprobs=tempered",), "vLLM, which the engine starts, reports raw or processed"),
         (("sampling.top_p=0.9",), r"losses need those of all tokens. Remove sampling.top_p"),
         (("rollout.logprobs=raw", "sampling.temperature=0.7"), "log-probs at temperature 1"),
+        (("sampling.temperature=2.5",), "take at most 2"),
         (("sampling.min_new_tokens=2",), "Set sampling.min_new_tokens=0"),
         (("backend.lora_cfg={}",), "Set sync.merge_adapters=true"),
         ((URL, "num_devices=2"), "is one server, and 2 devices"),

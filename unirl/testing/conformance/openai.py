@@ -107,6 +107,8 @@ class FakeOpenAI:
         context = self.arguments.max_model_len or self.model.bundle.facts.context_length
         if len(prompt) + body["max_tokens"] > context:
             raise Refused(f"This model's maximum context length is {context} tokens.")
+        if not 0 <= body.get("temperature", 1.0) <= 2:
+            raise Refused(f"temperature must be in [0, 2], got {body['temperature']}.")
         params = ARSamplingParams(
             max_new_tokens=body["max_tokens"],
             temperature=body.get("temperature", 1.0),

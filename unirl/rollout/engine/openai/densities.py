@@ -12,6 +12,7 @@ from unirl.config.errors import IncompatibleError
 from unirl.types.sampling import ARSamplingParams
 
 LogProbKind = Literal["raw", "tempered", "processed"]
+HIGHEST_TEMPERATURE = 2.0
 TEMPERATURE, TOP_K = 2.0, 4
 """Settings of the draws by which the distribution is recognised: each of them changes one of the three."""
 RECOGNISED = 0.05
@@ -74,6 +75,11 @@ def check_density(params: ARSamplingParams, kind: LogProbKind) -> None:
 
     Losses read log_softmax(logits / temperature), before top_k and top_p.
     """
+    if params.temperature > HIGHEST_TEMPERATURE:
+        raise IncompatibleError(
+            f"sampling.temperature={params.temperature:g}: OpenAI-compatible servers take at most "
+            f"{HIGHEST_TEMPERATURE:g}. Lower it, or use rollout=sglang"
+        )
     truncations = {"top_k": params.top_k > 0, "top_p": params.top_p < 1}
     truncated = next((key for key, is_set in truncations.items() if is_set), None)
     if kind == "raw" and params.temperature not in (0.0, 1.0):

@@ -37,8 +37,8 @@ EMPTY = hashlib.sha256(b"").hexdigest()[:DIGITS]
 """The checksum of a tensor that vLLM has packed into another form, as it does with linear layers on a CPU."""
 PROBED_DRAWS = 8
 """Tokens that the probe draws after each prompt, to compare their log-probs with expected ones."""
-SEEDED = ARSamplingParams(max_new_tokens=16, temperature=5.0)
-"""Almost uniform draws, for the check of seeds."""
+SEEDED = ARSamplingParams(max_new_tokens=16, temperature=2.0)
+"""Draws of many tokens, for the check of seeds. Servers take no higher temperature."""
 SERVED_NAME = "trained"
 """The name of the model of a server that the engine starts."""
 OWN_ARGUMENTS = (
@@ -193,7 +193,9 @@ class OpenAIServer(HttpServer, TokenServer):
         try:
             choice = self.insist("to a first request", lambda: self._completed("check", prompt, SEEDED, 0)).choices[0]
         except EngineError as error:
-            raise IncompatibleError(f"{error}. It must take prompts of token ids: {others}") from error
+            raise IncompatibleError(
+                f"{error}. This was a first request, whose prompt is of token ids: {others}"
+            ) from error
         if messages.tokens_of(choice) is None:
             raise IncompatibleError(
                 f"{self._place} answers with texts alone (it ignores return_token_ids), and a text that is tokenized "

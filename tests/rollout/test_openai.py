@@ -108,7 +108,7 @@ def test_it_keeps_the_contract_of_an_engine(tmp_path) -> None:
         served.engine.server.frees_memory = True  # as on a GPU
         req = text_request(8, text_params(samples_per_prompt=6))
         check_engine(served.engine, served.trained, served.backend, req, atol=ATOL)
-        assert not list((tmp_path / "engine" / "rank-0").glob("0*"))  # the weights of a transfer are removed
+        assert not list((tmp_path / "engine" / "openai-0").glob("0*"))  # the weights of a transfer are removed
 
 
 def test_merged_adapters_keep_the_contract_too(tmp_path) -> None:

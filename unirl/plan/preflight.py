@@ -44,7 +44,7 @@ from unirl.plan.geometry import Geometry, check_geometry, geometry_of
 from unirl.plan.layout import check_layout
 from unirl.plan.notices import data_notices, environment_notices, policy_notices
 from unirl.plan.placement import PlacementPlan, plan_of
-from unirl.rollout.engine.base import RolloutEngine
+from unirl.rollout.engine.base import EngineUse, RolloutEngine
 from unirl.rollout.engine.composed.engine import ComposedRolloutEngine, check_texts
 from unirl.tracking.streams import say
 from unirl.train.backend.base import TrainBackend
@@ -96,8 +96,17 @@ class StartsServer(Protocol):
         """
         ...
 
-    def check_updates(self, settings: Mapping[str, object], num_weights: int) -> None:
-        """Raises IncompatibleError if the server cannot have as many different weights. A method of the class."""
+
+@runtime_checkable
+class UsesServers(Protocol):
+    """An engine class that can refuse what a recipe asks of its servers, without being built."""
+
+    def check_use(self, settings: Mapping[str, object], use: EngineUse) -> None:
+        """Raises IncompatibleError, naming the key. A method of the class.
+
+        Args:
+            settings: the block `rollout`, with its defaults.
+        """
         ...
 
 
@@ -394,18 +403,15 @@ def check_evaluation(recipe: Recipe) -> None:
 
 
 def check_server(config: RecipeConfig, plan: PlacementPlan) -> None:
-    """The settings of an engine's server must lie in their ranges, and it must have those of sampling."""
-    engine, settings = config.rollout.schema.owner, config.rollout.values
-    if not isinstance(engine, StartsServer):
-        return
-    engine.check_settings(build(config.sampling), settings)
-    engine.check_updates(settings, num_weights_of(config))
-    devices = len(plan.rollout)
-    if settings.get("url") is not None and devices > 1:
-        raise IncompatibleError(
-            f"rollout.url={settings['url']} is one server, and {devices} devices are to sample: each would send "
-            "weights to it. Leave rollout.url out, or sample on one device (placement.rollout)"
-        )
+    """The settings of an engine's server must lie in their ranges, and it must have those of sampling and training."""
+    engine = config.rollout.schema.owner
+    if isinstance(engine, StartsServer):
+        engine.check_settings(build(config.sampling), config.rollout.values)
+    if isinstance(engine, UsesServers):
+        sends_adapters = config.lora is not None and not config.merges_adapters
+        alpha = config.lora.require("alpha", float) if config.lora is not None and sends_adapters else None
+        use = EngineUse(len(plan.rollout), alpha, config.model_path, num_weights_of(config))
+        engine.check_use(config.rollout.values, use)
 
 
 def num_weights_of(config: RecipeConfig) -> int:

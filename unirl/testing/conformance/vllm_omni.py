@@ -76,7 +76,7 @@ class FakeOmni:
             time.sleep(SLOW_S)
         if self.fault == "die" and number == DIES_AT:
             threading.Timer(0.002, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        told = {"id": order["id"], "prompt": order["prompt"], "guidance_scale": repr(float(order["guidance_scale"]))}
+        told = {"id": order["id"], "prompt": order["prompt"]}
         told["weights"] = "of-another-run" if self.fault == "version-skew" and number >= CHANGES_AT else self.name
         with self.lock:
             tensors = self._sampled(order)
@@ -98,9 +98,11 @@ class FakeOmni:
         scheduler = RecordingScheduler({}, schedule, draws, CPU)
         conditions = pipeline.encode([order["prompt"]], params)
         guidance = pipeline.facts.guidance_of(params)
+        told = pipeline.facts.guidance_of(self._asked(order))
         for sigma in schedule.sigmas[:-1]:
-            timestep = scheduler.exact_timestep(torch.tensor([1000 * sigma]))
-            level = timestep / 1000
+            timestep = scheduler.exact_timestep(torch.tensor([sigma]) * schedule.timestep_scale)
+            scheduler.note_guidance(told.scale_at(sigma))
+            level = timestep / schedule.timestep_scale
             velocity = self.model.sign * pipeline.stage.velocity(scheduler.x, level, conditions, guidance)
             scheduler.step(velocity, timestep, scheduler.x)
         recording = scheduler.recording()
@@ -108,6 +110,7 @@ class FakeOmni:
             "latents": recording.latents[0],
             "logp": recording.logp[0],
             "timesteps": recording.timesteps,
+            "guidance_scales": recording.guidance_scales,
             "sigmas": recording.sigmas,
         }
 
@@ -125,13 +128,19 @@ class FakeOmni:
         return schedule
 
     def _params(self, order: Body) -> DiffusionSamplingParams:
+        """The settings of a request, or others if it is to make a mistake."""
+        asked = self._asked(order)
+        return asked if self.fault != "other-guidance" else replace(asked, guidance_scale=1.0, guidance_scale_2=None)
+
+    def _asked(self, order: Body) -> DiffusionSamplingParams:
         return DiffusionSamplingParams(
             kernel=EulerODE(),
             num_inference_steps=len(order["steps"]),
             height=order["height"],
             width=order["width"],
             num_frames=order["num_frames"],
-            guidance_scale=1.0 if self.fault == "other-guidance" else order["guidance_scale"],
+            guidance_scale=order["guidance_scale"],
+            guidance_scale_2=order["guidance_scale_2"],
             negative_prompt=order["negative_prompt"],
             max_sequence_length=order["max_sequence_length"],
         )

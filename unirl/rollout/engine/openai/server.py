@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -25,9 +24,10 @@ from unirl.models.language.pipeline import TextPipeline
 from unirl.rollout.engine.openai import messages
 from unirl.rollout.engine.openai.densities import TEMPERATURE, TOP_K, LogProbKind, checked_gaps
 from unirl.rollout.engine.serving.fake import fake_command
-from unirl.rollout.engine.serving.http_server import HttpServer, ServerAccess, option_words
+from unirl.rollout.engine.serving.http_server import HttpServer, option_words
 from unirl.rollout.engine.serving.payloads import copied
 from unirl.rollout.engine.serving.process import LOOPBACK
+from unirl.rollout.engine.serving.settings import InstalledServerSettings
 from unirl.rollout.engine.serving.tokens import ProbeResult, TokenAnswer, TokenRequest, TokenServer
 from unirl.rollout.engine.sglang_llm.checksums import DIGITS, ChecksumProof, SentTensors
 from unirl.rollout.engine.sglang_llm.names import checkpoint_names, wire_names
@@ -41,32 +41,43 @@ SEEDED = ARSamplingParams(max_new_tokens=16, temperature=2.0)
 """Draws of many tokens, for the check of seeds. Servers take no higher temperature."""
 SERVED_NAME = "trained"
 """The name of the model of a server that the engine starts."""
-OWN_ARGUMENTS = (
-    *("model", "served-model-name", "host", "port", "dtype", "tensor-parallel-size", "gpu-memory-utilization"),
-    *("max-model-len", "logprobs-mode", "generation-config", "enable-sleep-mode"),
-)
-"""Arguments of vLLM that this file sets."""
 MODES: Mapping[LogProbKind, str] = {"raw": "raw_logprobs", "processed": "processed_logprobs"}
 """The values of vLLM's argument --logprobs-mode."""
 Program = Literal["vllm", "fake"]
 Control = Literal["vllm", "none"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class OpenAISettings:
-    """Settings of a server, as `OpenAIRolloutEngine` documents them."""
+@dataclass(kw_only=True)
+class OpenAISettings(InstalledServerSettings):
+    """Settings of an OpenAI-compatible server."""
 
-    program: Program
-    control: Control
-    model: str | None
-    logprobs: LogProbKind
-    tp_size: int
-    gpu_memory_utilization: float | None
-    context_length: int | None
-    deterministic: bool
-    engine_args: Mapping[str, object]
-    env: Mapping[str, str]
-    concurrency: int
+    environment: ClassVar[str] = "vllm"
+
+    program: Program = "vllm"
+    """The server that is started: `vllm`, or `fake`, a small server of UniRL that speaks the same protocol, runs on a
+    CPU without vllm, and is used at scale=toy."""
+    control: Control = "vllm"
+    """The endpoints of the server besides the OpenAI interface. vllm: those for weights and sleep that vLLM has with
+    VLLM_SERVER_DEV_MODE=1; its server must see the folder of the run. none: the server has none, so it keeps its
+    weights, which must be those of the trainer at the start, and its memory."""
+    model: str | None = None
+    """The name of the model in requests. Absent: that of the only model of the server."""
+    logprobs: LogProbKind = "processed"
+    """The distribution whose log-probs the server reports. raw: temperature 1, all tokens (llama.cpp, and the default
+    of vLLM). tempered: the temperature of sampling, all tokens (SGLang). processed: the temperature of sampling, the
+    tokens that top_k and top_p leave (vLLM as the engine starts it)."""
+    tp_size: int = 1
+    """Tensor-parallel ranks of a server that the engine starts."""
+    gpu_memory_utilization: float | None = None
+    """Share of the device memory for weights and the key-value cache. Absent: vLLM chooses."""
+    context_length: int | None = None
+    """The most tokens of a prompt and its response. Absent: those of the model."""
+    deterministic: bool = True
+    """Require that a seed determines a response. False allows a server that ignores seeds, and such a run is not
+    reproducible."""
+    engine_args: Mapping[str, object] = field(default_factory=dict)
+    """Further arguments of `vllm serve`, such as {enforce_eager: true}."""
+    concurrency: int = 128
 
 
 class OpenAIServer(HttpServer, TokenServer):
@@ -74,21 +85,21 @@ class OpenAIServer(HttpServer, TokenServer):
 
     name: ClassVar[str] = "OpenAI-compatible server"
     health: ClassVar[str] = "/v1/models"
+    own_arguments: ClassVar[Collection[str]] = (
+        *("model", "served_model_name", "host", "port", "dtype", "tensor_parallel_size", "gpu_memory_utilization"),
+        *("max_model_len", "logprobs_mode", "generation_config", "enable_sleep_mode"),
+    )
+    pipeline: TextPipeline[Any]
+    settings: OpenAISettings
 
-    def __init__(
-        self, pipeline: TextPipeline[Any], folder: Path, access: ServerAccess, settings: OpenAISettings
-    ) -> None:
+    def __init__(self, pipeline: TextPipeline[Any], folder: Path, log: Path, settings: OpenAISettings) -> None:
         """
         Args:
-            folder: weights are written below it, and it is removed at the end. The server must see it, too.
+            folder: weights are written below it. The server must see it, too.
         """
-        super().__init__(access)
-        self._remove = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        self.pipeline = pipeline
-        self.folder = folder
-        self.settings = settings
+        super().__init__(pipeline, folder, log, settings)
         self.concurrency = settings.concurrency
-        self.extra_words = option_words(settings.engine_args, OWN_ARGUMENTS)
+        self.extra_words = option_words(settings.engine_args)
         self.root = folder
         self.model = SERVED_NAME
         """The name of the model in requests."""
@@ -101,7 +112,6 @@ class OpenAIServer(HttpServer, TokenServer):
         self.prints = PendingFingerprints()
         self.verified: Mapping[str, Fingerprint] | None = None
         """With control=none: the trainer's weights with which the server's were compared."""
-        self.weights_name = ""
         self.label: str | None = None
         """The name that the server gives to its weights in answers. None: it gives none."""
         self.has_checked_seeds = False
@@ -134,12 +144,11 @@ class OpenAIServer(HttpServer, TokenServer):
         self.wire = wire_names(layout, checkpoint_names(self.root, bundle.family))
 
     def words(self, python: str, port: int) -> list[str]:
-        if self.settings.program == "fake":
+        if self.settings.is_fake:
             fake = fake_command("openai", self.pipeline, self.root, port)
             return [*fake, "--", *self._flags(), *self.extra_words]
         serve = [python, "-m", "vllm.entrypoints.cli.main", "serve", str(self.root), "--host", LOOPBACK]
-        dtype = str(self.pipeline.bundle.dtype).removeprefix("torch.")
-        return [*serve, "--port", str(port), "--dtype", dtype, *self._flags(), *self.extra_words]
+        return [*serve, "--port", str(port), "--dtype", self.dtype, *self._flags(), *self.extra_words]
 
     def _flags(self) -> list[str]:
         """The arguments that follow from the settings and the device."""
@@ -154,16 +163,16 @@ class OpenAIServer(HttpServer, TokenServer):
         return [*flags, "--enable-sleep-mode"] if self.frees_memory else flags
 
     def env(self) -> Mapping[str, str]:
-        own = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads())}
-        return own | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", **self.settings.env}
+        return {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", **super().env()}
 
     def check_ready(self) -> None:
         self.model = self._chosen_model()
         if self._is_controlled and self.http.request("GET", "/weight_info").status != 200:
-            raise IncompatibleError(
-                f"{self._place} has no endpoint for weights (/weight_info). Start vLLM 0.32 or newer with the "
+            raise self.mismatch(
+                "has no endpoint for weights (/weight_info)",
+                "Start vLLM 0.32 or newer with the "
                 "environment variable VLLM_SERVER_DEV_MODE=1, or set rollout.control=none to sample from the weights "
-                "that the server has"
+                "that the server has",
             )
         self._check_tokens()
 
@@ -206,8 +215,8 @@ class OpenAIServer(HttpServer, TokenServer):
 
     @property
     def _place(self) -> str:
-        where = f" at rollout.url={self.access.url}" if self.access.url else " that was started"
-        return f"the {self.name}{where}"
+        url = self.settings.url
+        return f"the {self.name} {'that was started' if url is None else f'at rollout.url={url}'}"
 
     def restore(self) -> bool:
         self.proof = ChecksumProof(self.name)
@@ -382,8 +391,4 @@ class OpenAIServer(HttpServer, TokenServer):
             return
         self.post_once("/wake_up", {})
         if self._checksums() != self.asleep:
-            raise SyncError(f"{self.name} has other weights after its sleep than before: see {self.access.log}")
-
-    def stop(self) -> None:
-        super().stop()
-        self._remove()
+            raise SyncError(f"{self.name} has other weights after its sleep than before: see {self.log}")

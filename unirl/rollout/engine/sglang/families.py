@@ -11,30 +11,26 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from unirl.distributed.weight_sync.base import WeightLayout
-from unirl.rollout.engine.sglang_llm.names import ADAPTER_TENSOR
-from unirl.sde.schedule import Grid, SigmaSchedule
+from unirl.rollout.engine.serving.latent_server import LatentFamily
 from unirl.types.facts import LatentFacts
+from unirl.types.protocols import SigmaGrid
 
 
 @dataclass(frozen=True)
-class ServedFamily:
+class ServedFamily(LatentFamily):
     """One family."""
 
     model_id: str
     """The name by which SGLang recognises a local folder, for the tiny models of scale=toy."""
     num_text_encoders: int
-    sequence_length: int | None
-    """The number of text tokens that the server always encodes. None: that of the request."""
-    grid: Grid
+    grid: SigmaGrid
     """The noise levels before the shift. The server takes none, and makes its own."""
     packs: bool
     """Its latents are sequences of tokens [H * W, C] instead of [C, H, W]."""
 
     def served(self, facts: LatentFacts) -> LatentFacts:
         """The facts of the model, with the schedule of the server."""
-        assert isinstance(facts.schedule, SigmaSchedule), "both families have one"
-        return replace(facts, schedule=replace(facts.schedule, grid=self.grid))
+        return replace(facts, schedule=facts.schedule.on_grid(self.grid))
 
     def packed_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The server's shape of latents [C, H, W]."""
@@ -62,12 +58,3 @@ FAMILIES: Mapping[str, ServedFamily] = {
     ),
 }
 """By `ModelFacts.family`."""
-
-
-def wire_names(layout: WeightLayout) -> dict[str, str]:
-    """Tensor of a layout to its name in requests: that of diffusers, and for adapters `LAYER.lora_A.weight`."""
-    wire: dict[str, str] = {}
-    for name in layout.tensors:
-        match = ADAPTER_TENSOR.fullmatch(name) if layout.payload == "adapter" else None
-        wire[name] = name if match is None else f"{match['layer']}.{match['side']}.weight"
-    return wire

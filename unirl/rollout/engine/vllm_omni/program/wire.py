@@ -28,7 +28,10 @@ class SamplingBackend(Protocol):
         """`engine`, `version`, `pipeline`, `model`, `dtype`, `can_sleep`."""
 
     def sample(self, order: Body) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """`latents` [K, *latent], `logp` [S], `timesteps` [T] and `sigmas` [T + 1] fp32, and what is no tensor."""
+        """Tensors and texts of a trajectory.
+
+        latents [K, *latent], logp [S], timesteps [T], guidance_scales [T], sigmas [T + 1], all fp32 except latents.
+        """
 
     def begin(self, name: str, adapter: Mapping[str, Any] | None) -> None: ...
 

@@ -25,7 +25,6 @@ from unirl.distributed.weight_sync.fingerprint import Fingerprint, fingerprints
 from unirl.models.language.bundle import load_network
 from unirl.models.language.pipeline import TextPipeline
 from unirl.models.loading.hub import quiet_libraries
-from unirl.rollout.engine.base import EngineUse
 from unirl.rollout.engine.serving.http_server import HttpServer, shown
 from unirl.rollout.engine.serving.process import LOOPBACK
 from unirl.rollout.engine.serving.settings import ServerSettings
@@ -226,11 +225,6 @@ class TransformersServeEngine(TokenServingEngine):
 
     start_timeout_s: float = 300.0
     timeout_s: float = 600.0
-
-    @classmethod
-    def check_use(cls, settings: Mapping[str, object], use: EngineUse) -> None:
-        super().check_use(settings, use)
-        cls.check_start(settings)  # the packages are an extra of UniRL, so a check of the recipe can look for them
 
     @classmethod
     def check_start(cls, settings: Mapping[str, object]) -> None:

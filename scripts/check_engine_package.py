@@ -52,7 +52,7 @@ PACKAGES = ("sglang", "torch", "transformers")
 RANDOM = re.compile(r"-[0-9a-f]{8}\b")
 """The random parts of the names of requests and weights."""
 KINDS = ("full", "merged", "adapters")
-CHECKS = {"sglang": "check_diffusion_package", "vllm_omni": "check_omni_package"}
+CHECKS = {"openai": "check_openai_package", "sglang": "check_diffusion_package", "vllm_omni": "check_omni_package"}
 """Engine to the script with its checks, if it is not this one."""
 PREFIXES = {"sd3": "SD3", "flux2_klein": "Flux2Klein", "hunyuan_video15": "HunyuanVideo15", "qwen_image": "QwenImage"}
 """Family to the beginning of the names of its classes, where that is not the capitalised name."""

@@ -38,6 +38,8 @@ CASES = (
     ("sd3", "full", "fp32"),
     ("sd3", "adapters", "fp32"),
     ("flux2_klein", "merged", "fp32"),
+    ("qwen_image", "full", "fp32"),
+    ("qwen_image", "adapters", "fp32"),
     ("sd3", "full", "bf16"),
 )
 """Families, kinds of weights and dtypes for which the real server is started."""
@@ -253,7 +255,7 @@ def live(python: str, settings: Mapping[str, Any]) -> Json:
     answers: Json = {}
     for family, kind, dtype in CASES:
         with tempfile.TemporaryDirectory() as folder:
-            path, length = Path(folder) / "model", {"sd3": 256, "flux2_klein": 512}[family]
+            path, length = Path(folder) / "model", {"sd3": 256, "flux2_klein": 512, "qwen_image": 64}[family]
             write_model(family, path)
             own = {"python_executable": python, "concurrency": 2, **settings}
             run = diffusion_client(family, kind, Path(folder), dtype, str(path), length, **own)

@@ -115,6 +115,11 @@ class SGLangRolloutEngine(LatentServingEngine):
         check_noise("SGLang", params)
         if settings["program"] != "fake":
             check_length("SGLang", params, family.sequence_length)
+        if family.fused and settings["tp_size"] != 1:
+            raise IncompatibleError(
+                f"rollout.tp_size={settings['tp_size']}: SGLang divides the fused layers of {facts.family} among its "
+                "ranks in an order in which they cannot be verified. Set rollout.tp_size=1"
+            )
         if params.sigmas is not None or params.tail_fraction is not None:
             key = "sigmas" if params.sigmas is not None else "tail_fraction"
             raise IncompatibleError(f"sampling.{key}: SGLang takes no noise levels, and makes its own. Remove it")

@@ -6,7 +6,7 @@ import re
 import shutil
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -85,6 +85,8 @@ class SGLangDiffusionServer(HttpServer, LatentServer):
         """Tensor of the layout to its name in requests."""
         self.hashes: dict[str, str] = {}
         """The hashes of the tensors of the last transfer, by their names in requests."""
+        self.parts: Mapping[str, Tensor] = {}
+        """Tensors of fused layers whose other parts are still under way."""
         self.adapter_tensors: dict[str, Tensor] = {}
         """The adapter that is under way, by the names of its tensors in requests."""
         self.weights_name = ""
@@ -173,13 +175,15 @@ class SGLangDiffusionServer(HttpServer, LatentServer):
             check_kernel(params.kernel)
 
     def sample(self, request: LatentRequest, params: DiffusionSamplingParams, positions: Sequence[int]) -> LatentAnswer:
-        length = None if self.sequence_length is not None else params.max_sequence_length
-        body = messages.generate(request.prompt, request.seed, params, positions, self._noise_device.type, length)
+        length = None if self.sequence_length is not None else params.max_sequence_length + self.family.extra_tokens
+        blank = self.family.blank
+        prompt, params = request.prompt or blank, replace(params, negative_prompt=params.negative_prompt or blank)
+        body = messages.generate(prompt, request.seed, params, positions, self._noise_device.type, length)
         rows = self._read_samples(self.post("/rollout/generate", body))
         if len(rows) != 1:
             raise EngineError(f"{self.name} answered {request.id} with {len(rows)} samples, and one was asked for")
         [row] = rows
-        if (row.prompt, row.seed) != (request.prompt, request.seed):
+        if (row.prompt, row.seed) != (prompt, request.seed):
             raise EngineError(f"{self.name} answered {request.id} with the sample of seed {row.seed}, {row.prompt!r}")
         trajectory = row.dit_trajectory
         try:
@@ -228,14 +232,17 @@ class SGLangDiffusionServer(HttpServer, LatentServer):
 
     def begin_weights(self, name: str) -> None:
         self.weights_name, self.has_lost_weights = name, False
-        self.hashes, self.adapter_tensors = {}, {}
+        self.hashes, self.adapter_tensors, self.parts = {}, {}, {}
 
     def send_weights(self, tensors: Mapping[str, Tensor]) -> None:
         named = {self.wire[name]: tensor for name, tensor in tensors.items()}
-        self.hashes |= {name: messages.tensor_hash(tensor) for name, tensor in named.items()}
         if self._sends_adapter:
+            self.hashes |= {name: messages.tensor_hash(tensor) for name, tensor in named.items()}
             self.adapter_tensors |= messages.copied(named)
         else:
+            whole, waiting = self.family.joined(self.parts | named)
+            self.hashes |= {name: messages.tensor_hash(tensor) for name, tensor in whole.items()}
+            self.parts = messages.copied(waiting)
             self._change("/update_weights_from_tensor", messages.weights_from_tensors(named))
 
     def end_weights(self) -> None:

@@ -382,6 +382,7 @@ PUBLISHED = {
     "diffusion/sd3_flowgrpo": SD3
     | EVERY_STEP
     | {"algorithm.kl_coef": 0.01, "algorithm.kl_form": "flow_grpo"}
+    | {"sampling.sigma_grid": "diffusers", "sampling.guidance_gradient": "conditional"}
     | AVERAGED,
     "diffusion/sd3_5_online_grpo_ocr": SD3
     | EVERY_STEP

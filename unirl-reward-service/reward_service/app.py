@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import zlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -13,15 +12,15 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reward_service.config import ServiceConfig
+from reward_service.intake import Intake, MemoryBudget
 from reward_service.media import MediaDecoder
 from reward_service.metrics import Metrics
 from reward_service.rewards import RewardQueue
-from reward_service.scoring import MemoryBudget, RequestRefused, Scoring
-from unirl.reward.client.wire import JSON, MSGPACK, Health, Refusal, ScoreRequest, ScoreResponse, decode, encode
+from reward_service.scoring import RequestRefused, Scoring
+from unirl.reward.client.wire import JSON, MSGPACK, Health, Refusal, ScoreRequest, ScoreResponse, encode
 
 
 class Service:
@@ -33,7 +32,8 @@ class Service:
         self.decoder = MediaDecoder(config.server.limits, self.metrics)
         self.rewards = {reward.name: RewardQueue(reward, config, self.metrics) for reward in config.rewards}
         self.scoring = Scoring(self.rewards, self.decoder, config.server, self.metrics)
-        self.budget = MemoryBudget(config.server.limits.pending_mb, self.metrics.pending)
+        self.budget = MemoryBudget(config.server.limits, self.metrics.pending)
+        self.intake = Intake(config.server.limits)
 
     async def start(self) -> None:
         """Waits until every worker has loaded its scorer. Raises UniRLError."""
@@ -112,89 +112,20 @@ async def _score(request: Request, service: Service) -> Response:
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type not in (JSON, MSGPACK):
         raise RequestRefused(415, "unsupported_type", f"content-type {content_type!r}: send {MSGPACK} or {JSON}")
-    with service.budget.share() as share:
-        share.take(length_of(request, service))
-        body = await read_body(request, service)
-        try:
-            score_request = decode(ScoreRequest, body, content_type)
-        except msgspec.ValidationError as error:
-            raise RequestRefused(422, "schema", str(error)) from error
-        except msgspec.DecodeError as error:
-            raise RequestRefused(400, "malformed", str(error)) from error
-        response = await service.scoring.answer(score_request, share)
+    with service.budget.share(request.client.host if request.client else "") as share:
+        samples = await service.intake.receive(request, content_type, share)
+        response = await service.scoring.answer(samples, share)
     return Response(encode(response, content_type), media_type=content_type)
 
 
-def length_of(request: Request, service: Service) -> int:
-    """The declared number of bytes of the body, or the largest allowed number without a declaration.
-
-    Raises:
-        RequestRefused: 413 more is declared than allowed. The answer does not wait for a body that may never come.
-    """
-    limits = service.config.server.limits
-    declared = request.headers.get("content-length")
-    if declared is None or not declared.isdecimal():
-        return limits.body_bytes
-    digits = len(str(limits.body_bytes))
-    if len(declared) > digits or int(declared) > limits.body_bytes:  # int() refuses thousands of digits
-        raise too_large(limits.body_mb)
-    return int(declared)
-
-
-async def read_body(request: Request, service: Service) -> bytes | memoryview:
-    """The uncompressed body.
-
-    Raises:
-        RequestRefused: 400 the body is cut off or damaged, 408 it came too slowly, 413 it is too large,
-            415 its encoding is not supported.
-    """
-    limits = service.config.server.limits
-    encoding = request.headers.get("content-encoding", "identity").lower()
-    if encoding not in ("identity", "gzip"):
-        raise RequestRefused(415, "unsupported_type", f"content-encoding {encoding!r}: send gzip or none")
-    try:
-        async with asyncio.timeout(limits.body_s):
-            body = await collect(request.stream(), length_of(request, service), limits.body_mb)
-    except TimeoutError as error:
-        raise RequestRefused(408, "too_slow", f"the body did not come within {limits.body_s:g} s") from error
-    except ClientDisconnect as error:
-        raise RequestRefused(400, "malformed", "the body ended before its length") from error
-    return decompress(body, limits.body_mb) if encoding == "gzip" else body
-
-
-async def collect(pieces: AsyncIterator[bytes], expected: int, limit_mb: float) -> memoryview:
-    """Joins the pieces of a body in memory that is allocated once for `expected` bytes. Raises RequestRefused: 413."""
-    body, length = bytearray(expected), 0
-    async for piece in pieces:
-        if length + len(piece) > limit_mb * 2**20:
-            raise too_large(limit_mb)
-        body[length : length + len(piece)] = piece
-        length += len(piece)
-    return memoryview(body)[:length]
-
-
-def too_large(limit_mb: float) -> RequestRefused:
-    return RequestRefused(413, "too_large", f"the body is larger than {limit_mb:g} MiB: send fewer items at once")
-
-
-def decompress(body: memoryview, limit_mb: float) -> bytes:
-    """Returns the content of a gzip body. Raises RequestRefused: 413 it exceeds the limit, 400 it is damaged."""
-    unpacker = zlib.decompressobj(wbits=31)
-    try:
-        plain = unpacker.decompress(body, int(limit_mb * 2**20) + 1)
-    except zlib.error as error:
-        raise RequestRefused(400, "malformed", f"not gzip: {error}") from error
-    if len(plain) > limit_mb * 2**20:
-        raise too_large(limit_mb)
-    if not unpacker.eof:
-        raise RequestRefused(400, "malformed", "the gzip body ends too early")
-    return plain
+MAX_DETAIL = 1000
+"""Largest number of characters of a refusal, which may repeat what the client has sent."""
 
 
 def refusal(status: int, kind: str, detail: str, retry_after_s: int | None = None) -> Response:
     """Returns a typed response that is not a success."""
     headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
-    return Response(encode(Refusal(kind=kind, detail=detail), JSON), status, headers, JSON)
+    return Response(encode(Refusal(kind=kind, detail=detail[:MAX_DETAIL]), JSON), status, headers, JSON)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

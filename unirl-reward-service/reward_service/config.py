@@ -24,10 +24,14 @@ class LimitsConfig:
 
     body_mb: float = 64.0
     """Largest body, compressed or not, in MiB."""
-    pending_mb: float = 512.0
-    """Largest size in MiB of all bodies in progress and their decoded files. Beyond it, requests are answered 503."""
+    pending_mb: float = 384.0
+    """Largest size in MiB of all unpacked bodies in progress and their decoded files. Beyond it, requests are answered
+    503."""
     connections: int = 1024
     """Largest number of open connections. Beyond it, requests are answered 503."""
+    client_share: float = 0.5
+    """Largest share of `pending_mb` that large requests of one client (an address) may hold, and of `connections` and
+    of each reward's `max_queue`."""
     items: int = 256
     """Largest number of items in a request."""
     turns: int = 8
@@ -47,7 +51,9 @@ class LimitsConfig:
     header_s: float = 5.0
     """Timeout in seconds for a client to send its headers."""
     body_s: float = 30.0
-    """Timeout in seconds for a client to send its body."""
+    """Timeout in seconds for a client to send its body, and to read its response."""
+    body_rate_kb: float = 16.0
+    """Smallest average rate of a body in KiB/s, after its first `header_s` seconds."""
     decode_s: float = 1.5
     """CPU time in seconds to decode an image, after which its decoder is ended. A video has ten times as much."""
     decoder_mb: float = 1024.0
@@ -62,9 +68,13 @@ class LimitsConfig:
         for name, value in vars(self).items():
             if name != "media_roots" and value <= 0:
                 raise ValueError(f"LimitsConfig.{name} must be > 0, got {value}")
-        if self.body_mb > self.pending_mb:
+        if self.client_share > 1:
+            raise ValueError(f"LimitsConfig.client_share must lie in (0, 1], got {self.client_share}")
+        if 2 * self.body_mb > self.client_share * self.pending_mb:
             raise ValueError(
-                f"LimitsConfig.body_mb={self.body_mb:g} is more than pending_mb={self.pending_mb:g}: raise it"
+                f"LimitsConfig.body_mb={self.body_mb:g}, of which the bytes and what is parsed from them are held, "
+                f"does not fit twice into client_share={self.client_share:g} of pending_mb={self.pending_mb:g}: raise "
+                "pending_mb"
             )
         for root in self.media_roots:
             if not Path(root).is_dir():
@@ -90,12 +100,25 @@ class ServerConfig:
     """Timeout in seconds of an item that waits for a worker, including a worker that is being replaced."""
     token_file: str | None = None
     """A file with the token that every request must contain (`Authorization: Bearer ...`). Required beyond loopback."""
+    host_names: tuple[str, ...] = ()
+    """Names and addresses by which clients may call the service (the header Host). Empty: on loopback, those of this
+    machine, so that no web page reaches the service by a name of its own; otherwise all."""
+    drain_s: float = 10.0
+    """Seconds that requests in progress may take after SIGTERM or SIGINT. New ones are answered 503 from then on."""
+    tls_cert: str | None = None
+    """A PEM file with the certificate chain. With it and `tls_key`, the service speaks HTTPS only."""
+    tls_key: str | None = None
+    """A PEM file with the private key of the certificate."""
+    log_requests: bool = False
+    """Log every request with its id. Refused requests are always logged."""
     limits: LimitsConfig = field(default_factory=LimitsConfig)
 
     def __post_init__(self) -> None:
-        for name in ("score_timeout_s", "load_timeout_s", "queue_timeout_s"):
+        for name in ("score_timeout_s", "load_timeout_s", "queue_timeout_s", "drain_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"ServerConfig.{name} must be > 0, got {getattr(self, name)}")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("ServerConfig.tls_cert and tls_key need each other: name both files, or none")
         if not 0 <= self.port < 2**16:
             raise ValueError(f"ServerConfig.port must lie in 0..65535, got {self.port}")
 

@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from unirl.config.errors import did_you_mean
 from unirl.config.node import Node
+from unirl.config.saving import CheckpointConfig
 from unirl.types.credit import CreditName
 
 Where = str | int | tuple[int, ...]
@@ -172,6 +173,7 @@ class RunSettings:
     evaluation: EvaluationConfig = EvaluationConfig()
     run: RunConfig = RunConfig()
     tracking: TrackingConfig = TrackingConfig()
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     batch_size: Positive
     """Prompts per step, P. A step generates P x sampling.samples_per_prompt samples."""

@@ -20,13 +20,16 @@ TAIL_BYTES = 65536
 
 
 class _Table:
-    """A text file to which rows are appended for the life of the run."""
+    """A text file to which rows are appended for the life of the run.
+
+    An earlier file is replaced by a copy of its complete lines: a crash may have left half a line, and a process that
+    was paused while this one took the run over keeps appending to the earlier file, which nobody reads any more.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with open(path, "a+b") as file:  # a crash may have left half a line
-            file.seek(0)
-            file.truncate(file.read().rfind(b"\n") + 1)
+        complete = path.read_bytes().rpartition(b"\n") if path.exists() else (b"", b"", b"")
+        replace_text(path, b"".join(complete[:2]).decode("ascii", "replace"))
         self._open()
 
     def sync(self) -> None:

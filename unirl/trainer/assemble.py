@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 from unirl.algorithms.base import StageAlgorithm
 from unirl.algorithms.shared.advantages import GroupAdvantage
 from unirl.config.build import build
 from unirl.config.device_sets import DeviceSet
+from unirl.config.errors import StorageError
 from unirl.config.failures import Session, failure_of
 from unirl.config.load import Recipe
 from unirl.config.node import Node, nodes_below
@@ -39,6 +39,8 @@ from unirl.reward.failures import STRICT, DropBudget
 from unirl.reward.service import RewardService
 from unirl.rollout.engine.base import RolloutEngine
 from unirl.rollout.engine.serving.engine import ServingEngine
+from unirl.tracking.owner import OwnershipLostError
+from unirl.tracking.run_directory import RunDirectory
 from unirl.tracking.tracker import Tracker
 from unirl.train.backend.checkpoint import CheckpointStore, ResumePoint
 from unirl.train.backend.snapshots import LIVE
@@ -79,6 +81,7 @@ def build_trainer(
     root = run_root(recipe) if tracker is None else tracker.run.root
     # A run that may not start leaves no folder.
     checkpoints = CheckpointStore(root / "checkpoints", keep=recipe.config.keep_checkpoints)
+    judged = checkpoints.listing()
     resume = resume_point(checkpoints, recipe.config.resume)
     check_resumable(resume, checkpoints.directory, recipe)
     look_up_models(recipe)
@@ -93,12 +96,31 @@ def build_trainer(
         tracker = open_tracker(recipe, root, session.argv if session else (), threads)
     if session is not None:
         session.run_dir = root
+    with recorded_end(tracker):
+        # From here on this process alone writes. Another one may have saved after `resume` was chosen.
+        checkpoints.check_writer = tracker.run.fence.check
+        checkpoints.collect()
+        if checkpoints.listing() != judged:
+            resume = resume_point(checkpoints, recipe.config.resume)
+            check_resumable(resume, checkpoints.directory, recipe)
+        yield from _running(recipe, data, tracker, threads, checkpoints, resume, is_own_run)
+
+
+def _running(
+    recipe: Recipe,
+    data: DataSource[Prompt],
+    tracker: Tracker,
+    threads: ThreadChoice | None,
+    checkpoints: CheckpointStore,
+    resume: ResumePoint,
+    is_own_run: bool,
+) -> Iterator[Trainer]:
+    """The trainer on its open pool, for `build_trainer`."""
     policies = recipe.policies
     if resume.checkpoint is not None:
         policies = {name: continued(config) for name, config in policies.items()}
     sizes = sizes_of_policies(recipe, policies)
     with (
-        recorded_end(tracker),
         in_use(threads),
         closing(pool_of(sizes, tracker, threads)) as pool,
         reporting_to(pool.heartbeat),
@@ -107,30 +129,37 @@ def build_trainer(
             trainer = assemble(recipe, sizes, data, tracker, pool, checkpoints, resume)
         if is_own_run:
             _check_disk(recipe.config, checkpoints, trainer.learners)
-        with tracker.watching(lambda: status_of(pool)), files_of_engines(root):
+        with tracker.watching(lambda: status_of(pool)), files_of_engines(tracker.run):
             yield trainer
 
 
 @contextmanager
-def files_of_engines(root: Path) -> Iterator[None]:
+def files_of_engines(run: RunDirectory) -> Iterator[None]:
     """Remove the weights that engines wrote for their servers. A worker that is killed cannot remove its own."""
     try:
         yield
     finally:
-        shutil.rmtree(root / "engine", ignore_errors=True)
+        with suppress(OwnershipLostError):  # the files are those of the process that took the run over
+            run.fence.check()
+            shutil.rmtree(run.root / "engine", ignore_errors=True)
 
 
 @contextmanager
 def recorded_end(tracker: Tracker) -> Iterator[None]:
-    """Write into run.json how the block ended."""
+    """Write into run.json how the block ended.
+
+    Raises StorageError (7003) if another process took the run over while this one was paused. Nothing is written then.
+    """
     try:
         yield
+        tracker.finish()
     except BaseException as error:
         # A full disk may be what ended the run; it must not hide the error that is on its way.
-        with suppress(OSError):
+        with suppress(OSError, OwnershipLostError):
             tracker.finish(failure_of(error).status, f"{type(error).__name__}: {error}")
+        if isinstance(error, OwnershipLostError):
+            raise StorageError(str(error)) from error
         raise
-    tracker.finish()
 
 
 def pool_of(sizes: Mapping[str, RecipeSizes], tracker: Tracker, threads: ThreadChoice | None) -> Pool:
@@ -225,6 +254,7 @@ def assemble(
         environment=environment(next(iter(learners.values())).roles.train_ranks),
         chosen=chosen,
         checkpoints=checkpoints,
+        saves_in_background=config.checkpoint.asynchronous,
         resume=resume,
         resume_command=continuation(recipe, tracker.run.root),
         write_config=partial(tracker.run.write_config, recipe.composed.text(resolve_all=True), recipe.resolved_text()),

@@ -21,6 +21,7 @@ RESULT_NEUTRAL = (
     "num_rollouts",
     "save_interval",
     "keep_checkpoints",
+    "checkpoint",
     "resume",
     "run",
     "tracking",

@@ -25,14 +25,8 @@ from unirl.plan.tiling import leaves_tiling_open, tiling_key, with_tiling
 from unirl.tracking.backends import MirrorUnavailable, make_mirrors
 from unirl.tracking.console import LEGEND, Console
 from unirl.tracking.mirrors import RunInfo
-from unirl.tracking.run_directory import (
-    REMARKS,
-    RunDirectory,
-    RunDirectoryError,
-    RunIdentity,
-    default_root,
-    latest_run,
-)
+from unirl.tracking.owner import RunDirectoryError
+from unirl.tracking.run_directory import REMARKS, RunDirectory, RunIdentity, default_root, latest_run
 from unirl.tracking.tracker import Tracker
 from unirl.train.backend.checkpoint import Checkpoint, open_checkpoint, still_there
 from unirl.trainer.resume import continued

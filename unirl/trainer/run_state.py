@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import platform
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from unirl.config.merge import Tree
 from unirl.plan.threads import Recorded
 from unirl.train.backend.base import TrainBackend
 from unirl.train.backend.checkpoint import Checkpoint, CheckpointStore, ResumePoint, still_there
+from unirl.trainer.saving import BackgroundSave
 from unirl.types.device import accelerator, device_name
 from unirl.types.protocols import State, Stateful
 
@@ -63,6 +65,10 @@ class RunState:
     """The command that continues this run."""
     write_config: Callable[[], None]
     """Writes the recipe into the run directory; called when the directory is known to be the run's own."""
+    saves_in_background: bool = False
+    """Write and publish checkpoints while the run goes on (checkpoint.asynchronous)."""
+    saving: BackgroundSave | None = None
+    """The save that is under way."""
     step: int = 0
     """Steps finished; the number of the step that runs next."""
     chosen: dict[str, Any] = field(default_factory=dict)
@@ -75,17 +81,20 @@ class RunState:
     def save(
         self, remembered: Mapping[str, State] | None = None, turn: Callable[[str], None] = lambda track: None
     ) -> None:
-        """Publish a checkpoint of this state and of the weights.
+        """Save a checkpoint of this state and of the weights: publish it, or start to, if that is done in background.
 
         Args:
             remembered: what the objects remembered after the last step, if they have moved on since.
             turn: called with the track of each policy before its weights are saved, so that policies on the same
                 devices can take turns.
         """
-        with self.checkpoints.stage(self.step) as folder:
+        self.finish_saving()
+        with ExitStack() as staged:
+            folder = staged.enter_context(self.checkpoints.stage(self.step))
+            folders = {name: policy_folder(folder, name) for name in self.policies}
             for name, policy in self.policies.items():
                 turn(policy.track)
-                policy.backend.save(str(policy_folder(folder, name)))
+                policy.backend.save(str(folders[name]), self.saves_in_background)
             state = {
                 "step": self.step,
                 "versions": {name: policy.version for name, policy in self.policies.items()},
@@ -96,7 +105,37 @@ class RunState:
             }
             text = json.dumps(state, indent=1, sort_keys=True, allow_nan=False)
             (folder / STATE_FILE).write_text(text)
+            if self.saves_in_background:
+                backends = [policy.backend for policy in self.policies.values()]
+                self.saving = BackgroundSave(self.step, staged.pop_all(), list(folders.values()), backends).start()
+                return
         self.tracker.event("ckpt.commit", step=self.step)
+
+    def check_saving(self) -> None:
+        """Note a save that was published in the background. Raises the error of one that failed."""
+        if self.saving is not None and self.saving.is_published():
+            self._note_published(self.saving)
+
+    def finish_saving(self) -> None:
+        """Wait until the save under way is published. Raises its error if it failed."""
+        if self.saving is not None:
+            self.saving.finish()
+            self._note_published(self.saving)
+
+    def _note_published(self, saving: BackgroundSave) -> None:
+        self.saving = None
+        self.tracker.event("ckpt.commit", step=saving.step)
+
+    @contextmanager
+    def saved_at_the_end(self) -> Iterator[None]:
+        """When the block ends, also by an error, a save that is under way is finished first."""
+        try:
+            yield
+        except BaseException as error:
+            if self.saving is not None:
+                self.saving.leave(error)
+            raise
+        self.finish_saving()
 
     def stopped_by(self, signum: int) -> UniRLError:
         """The error that ends the run after a signal: Ctrl-C, or the signal of a scheduler."""

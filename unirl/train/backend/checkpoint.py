@@ -14,13 +14,13 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from unirl.config.errors import CheckpointError, StorageError
-from unirl.train.backend.manifest import DamagedManifest, fsync, link_sealed, problems, read_manifest, seal
+from unirl.train.backend.manifest import MANIFEST, DamagedManifest, fsync, link_sealed, problems, read_manifest, seal
 
 FINAL = "checkpoint-final"
 LATEST = "LATEST"
@@ -63,19 +63,25 @@ class ResumePoint:
 class CheckpointStore:
     """The `checkpoints` folder of one run. Any number of processes may read.
 
-    Only one process may save: `RunDirectory` refuses a second writer of a run.
+    Only one process may save: `RunDirectory` refuses a second writer of a run. One that was paused while another
+    process took the run over cannot publish either. It is refused by `check_writer`, or, if it was paused after that
+    check, by the rename of its staging folder, which the other process has removed.
     """
 
-    def __init__(self, directory: str | Path, *, keep: int = 3) -> None:
+    def __init__(
+        self, directory: str | Path, *, keep: int = 3, check_writer: Callable[[], None] = lambda: None
+    ) -> None:
         """
         Args:
             keep: number of numbered checkpoints that remain after a save (0 keeps all). `checkpoint-final` does not
                 count. It is removed when a later checkpoint is saved, because the run then continues beyond it.
+            check_writer: raises if this process may no longer write. Called before anything is published or removed.
         """
         if keep < 0:
             raise ValueError(f"keep must be >= 0 (0 keeps all), got {keep}")
         self.directory = Path(directory)
         self.keep = keep
+        self.check_writer = check_writer
 
     @contextmanager
     def stage(self, step: int) -> Iterator[Path]:
@@ -103,6 +109,7 @@ class CheckpointStore:
     @contextmanager
     def _published_as(self, name: str) -> Iterator[Path]:
         published = False
+        self.check_writer()
         try:
             if not self.directory.is_dir():
                 self.directory.mkdir(parents=True)
@@ -110,6 +117,7 @@ class CheckpointStore:
             self.collect()
             with self._staging_folder(name) as folder:
                 yield folder
+                self.check_writer()
                 replaced = self._publish(folder, name)
                 published = True
                 fsync(self.directory)
@@ -119,6 +127,7 @@ class CheckpointStore:
                 self._remove(path)
             self.prune(self.directory / name)
         except OSError as error:
+            self.check_writer()  # a process that took the run over has removed the staging folder
             raise self._storage_error(name, published, error) from error
         except Exception as error:
             # Libraries that write tensors report a full disk with their own exception types.
@@ -139,6 +148,12 @@ class CheckpointStore:
                 return ResumePoint(candidate, tuple(skipped))
             skipped.append(Skipped(candidate.path, tuple(damage)))
         return ResumePoint(None, tuple(skipped))
+
+    def listing(self) -> list[tuple[str, int, int]]:
+        """The name of each checkpoint, and the inode and time of its manifest: other ones if a process saved since."""
+        found = [(each.path.name, each.path / MANIFEST) for each in self.checkpoints()]
+        times = [(name, path.stat()) for name, path in found if path.is_file()]
+        return [(name, stat.st_ino, stat.st_mtime_ns) for name, stat in times]
 
     def checkpoints(self) -> list[Checkpoint]:
         """All folders that are named like a checkpoint, valid or damaged, newest step first.
@@ -190,7 +205,8 @@ class CheckpointStore:
         return doomed
 
     def collect(self) -> None:
-        """Remove or restore the unfinished work of dead processes."""
+        """Remove or restore the unfinished work of dead processes. Work of a paused one is removed like that."""
+        self.check_writer()
         for path in sorted(self.directory.iterdir()):
             replaced = REPLACED.fullmatch(path.name)
             successor = self.directory / replaced[1] if replaced else None
@@ -228,6 +244,7 @@ class CheckpointStore:
         return replaced
 
     def _point_latest(self, name: str) -> None:
+        self.check_writer()
         pointer = self.directory / f".{LATEST}.tmp"
         with open(pointer, "w", encoding="ascii") as file:
             file.write(name + "\n")
@@ -236,6 +253,7 @@ class CheckpointStore:
         fsync(self.directory)
 
     def _remove(self, path: Path) -> None:
+        self.check_writer()
         # Rename first, so that a crash during the removal leaves no folder that looks like a damaged checkpoint.
         doomed = self.directory / f".removing-{path.name}-{uuid.uuid4().hex[:12]}"
         os.rename(path, doomed)

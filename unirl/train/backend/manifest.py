@@ -13,7 +13,7 @@ import os
 import platform
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
@@ -24,6 +24,8 @@ MANIFEST = "MANIFEST.json"
 SCHEMA_VERSION = 1
 DROPPINGS = (".DS_Store", "Thumbs.db", "desktop.ini", ".nfs")
 """Prefixes of the names of files that operating systems create in folders. No loader reads them."""
+RECEIPT = ".written"
+"""The suffix of a file beside another one, which says that the other one is whole. No checkpoint contains any."""
 UNLINKABLE = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 """Errors of file systems that have no hard links, or no further one for a file."""
 
@@ -57,19 +59,51 @@ class DamagedManifest(ValueError):
 
 
 def seal(folder: Path, step: int) -> Manifest:
-    """Flush every file of `folder` to the disk, then write the manifest and flush it, too."""
+    """Flush every file of `folder` to the disk, then write the manifest and flush it, too.
+
+    A file with a receipt is flushed and hashed already. Its receipt is removed.
+    """
     entries = []
-    for path in files_of(folder):
+    for path in (path for path in files_of(folder) if path.suffix != RECEIPT):
         if path.is_symlink() or not path.is_file():
             raise ValueError(f"{path} is a link or a special file, and a checkpoint may contain only plain files")
-        fsync(path)
-        entries.append(FileEntry(path.relative_to(folder).as_posix(), path.stat().st_size, _sha256(path)))
+        name = path.relative_to(folder).as_posix()
+        if has_receipt(path):
+            entries.append(replace(_take_receipt(path), name=name))
+        else:
+            fsync(path)
+            entries.append(FileEntry(name, path.stat().st_size, _sha256(path)))
     manifest = Manifest(step, tuple(entries), _versions())
     with open(folder / MANIFEST, "wb") as file:
         file.write(_with_digest(manifest))
     fsync(folder / MANIFEST)
     _fsync_folders(folder)
     return manifest
+
+
+def record_written(path: Path, entry: FileEntry) -> None:
+    """Create the receipt of a file that is written and flushed. It appears as a whole."""
+    new = path.with_name(f".{path.name}{RECEIPT}.tmp")
+    new.write_text(json.dumps(asdict(entry)))
+    os.replace(new, _receipt(path))
+
+
+def has_receipt(path: Path) -> bool:
+    """True if the file is written and flushed, as `record_written` said."""
+    return _receipt(path).exists()
+
+
+def _take_receipt(path: Path) -> FileEntry:
+    entry = FileEntry(**json.loads(_receipt(path).read_text()))
+    size = path.stat().st_size
+    if size != entry.size:
+        raise OSError(errno.EIO, f"{path.name} has {size} bytes after {entry.size} were written")
+    _receipt(path).unlink()
+    return entry
+
+
+def _receipt(path: Path) -> Path:
+    return path.with_name(path.name + RECEIPT)
 
 
 def link_sealed(source: Path, folder: Path) -> None:

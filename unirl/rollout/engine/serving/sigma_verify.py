@@ -42,7 +42,13 @@ def verify_used(who: str, params: DiffusionSamplingParams, guidance: GuidanceLik
         guidance: that of the model, at the scales of `params`.
     """
     assert params.sigmas is not None and params.sde_indices is not None, "a request is pinned"
-    _compare(who, "noise levels (sigmas)", used.sigmas, params.sigmas, "sampling.sigmas, the shift of the scheduler")
+    _compare(
+        who,
+        "noise levels (sigmas)",
+        used.sigmas,
+        params.sigmas,
+        "sampling.sigmas, sampling.sigma_grid, the shift of the scheduler",
+    )
     wanted = [TRAIN_TIMESTEPS * params.sigmas[position] for position in used.timesteps]
     _compare(who, "timesteps", list(used.timesteps.values()), wanted, "the scheduler of the checkpoint")
     _compare(who, "stochastic steps", used.sde_indices, params.sde_indices, "sampling.sde_steps")

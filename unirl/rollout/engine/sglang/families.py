@@ -15,8 +15,8 @@ from torch import Tensor
 from unirl.distributed.weight_sync.base import WeightLayout
 from unirl.models.denoising.packing import packed, unpacked
 from unirl.rollout.engine.sglang_llm.names import ADAPTER_TENSOR
-from unirl.sde.schedule import Grid, SigmaSchedule
 from unirl.types.facts import LatentFacts
+from unirl.types.protocols import SigmaGrid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class ServedFamily:
     """Tokens that the server counts in addition to those of the request, such as the opening of a chat."""
     blank: str = ""
     """The text in place of an empty prompt."""
-    grid: Grid = "clean"
+    grid: SigmaGrid = "clean"
     """The noise levels before the shift. The server takes none, and makes its own."""
     token_side: int | None = None
     """Its latents are sequences of tokens [H W / p^2, C p^2] with this p. None: they are [C, H, W]."""
@@ -41,8 +41,7 @@ class ServedFamily:
 
     def served(self, facts: LatentFacts) -> LatentFacts:
         """The facts of the model, with the schedule of the server."""
-        assert isinstance(facts.schedule, SigmaSchedule), "all families have one"
-        return replace(facts, schedule=replace(facts.schedule, grid=self.grid))
+        return replace(facts, schedule=facts.schedule.on_grid(self.grid))
 
     def packed_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The server's shape of latents [C, H, W]."""

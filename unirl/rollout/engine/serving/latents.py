@@ -34,7 +34,7 @@ from unirl.sde.gaussian import Gaussian
 from unirl.sde.kernels import EulerODE
 from unirl.types.batch import Batch
 from unirl.types.device import to_device
-from unirl.types.facts import LatentFacts
+from unirl.types.facts import LatentFacts, ModelFacts
 from unirl.types.protocols import TORCH_DTYPES
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp
@@ -317,6 +317,15 @@ def check_noise(name: str, params: DiffusionSamplingParams) -> None:
     if params.solver is not None or params.cache_threshold is not None:
         key = "solver" if params.solver is not None else "cache_threshold"
         raise IncompatibleError(f"sampling.{key}: {name} takes Euler steps, and computes all of them. Remove it")
+
+
+def check_images(name: str, facts: ModelFacts) -> None:
+    """Raises IncompatibleError for a model that needs condition images, which are not sent to servers."""
+    if facts.condition_images[0] > 0:
+        raise IncompatibleError(
+            f"{name} gets prompts without images here, and this model ({facts.family}) needs them. Use another engine: "
+            "rollout=replica"
+        )
 
 
 def check_length(name: str, params: DiffusionSamplingParams, length: int | None) -> None:

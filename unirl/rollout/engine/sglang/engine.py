@@ -12,7 +12,7 @@ from unirl.distributed.group.rank import current
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline
 from unirl.rollout.engine.environments import ENVIRONMENTS
 from unirl.rollout.engine.serving.http_server import ServerAccess
-from unirl.rollout.engine.serving.latents import LatentServingEngine, check_length, check_noise
+from unirl.rollout.engine.serving.latents import LatentServingEngine, check_images, check_length, check_noise
 from unirl.rollout.engine.sglang.server import (
     DiffusionServerSettings,
     LoraMergeMode,
@@ -112,6 +112,7 @@ class SGLangRolloutEngine(LatentServingEngine):
         """Raises IncompatibleError for a model or for settings that the server does not sample. Nothing is built."""
         family = served_family(facts.family)
         params = sampling_as(DiffusionSamplingParams, sampling, "SGLang's diffusion server samples with")
+        check_images("SGLang", facts)
         check_noise("SGLang", params)
         if settings["program"] != "fake":
             check_length("SGLang", params, family.sequence_length)

@@ -11,7 +11,7 @@ from unirl.distributed.group.rank import current
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline
 from unirl.rollout.engine.environments import ENVIRONMENTS
 from unirl.rollout.engine.serving.http_server import ServerAccess
-from unirl.rollout.engine.serving.latents import LatentServingEngine, check_length, check_noise
+from unirl.rollout.engine.serving.latents import LatentServingEngine, check_images, check_length, check_noise
 from unirl.rollout.engine.vllm_omni.server import (
     OmniServerSettings,
     Program,
@@ -105,6 +105,7 @@ class VLLMOmniRolloutEngine(LatentServingEngine):
         """Raises IncompatibleError for a model or for settings that the server does not sample. Nothing is built."""
         family = served_family(facts.family)
         params = sampling_as(DiffusionSamplingParams, sampling, "vLLM-Omni samples with")
+        check_images("vLLM-Omni", facts)
         check_noise("vLLM-Omni", params)
         if settings["program"] != "fake":
             check_length("vLLM-Omni", params, family.sequence_length)

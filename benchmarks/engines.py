@@ -49,7 +49,8 @@ from tests import fake_servers
 from tests.served_latents import Served
 from unirl.models.sd3.family import SD3Bundle, SD3Pipeline
 from unirl.rollout.engine.serving.engine import seeds_of
-from unirl.rollout.engine.serving.latents import LatentRequest, LatentServingEngine
+from unirl.rollout.engine.serving.latent_server import LatentRequest
+from unirl.rollout.engine.serving.latents import LatentServingEngine
 from unirl.rollout.engine.serving.process import LOOPBACK
 from unirl.rollout.engine.sglang import messages as sglang_messages
 from unirl.rollout.engine.sglang.engine import SGLangRolloutEngine

@@ -6,21 +6,18 @@ python scripts/check_engine_package.py --engine sglang --python sglang-env/bin/p
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.check_engine_package import PAYLOAD, Client, Exchange, Json, described
+from scripts.check_engine_package import PAYLOAD, Client, Exchange, Json, classes_of, client_of, described
 
 CLASSES = {
     "/rollout/generate": "RolloutRequest",
@@ -45,9 +42,6 @@ CASES = (
 """Families, kinds of weights and dtypes for which the real server is started."""
 KLEIN_TEXT_LAYERS = 36
 """SGLang joins the hidden states of layers 9, 18 and 27 of Klein's text encoder, so the tiny one needs as many."""
-
-
-ClientT = TypeVar("ClientT", bound=Client)
 
 
 @dataclass
@@ -79,6 +73,16 @@ class DiffusionClient(Client):
         with torch.no_grad():
             replay = self.trained.stage.replay(track.conditions, track.segment, track.segment.sde_indices)
         return float((track.segment.logp - replay.logp).abs().max())
+
+    def use_all_requests(self) -> None:
+        """Push, sample without and with guidance, sleep and wake up."""
+        self.push()
+        self.train(0)
+        self.push()
+        self.gap()
+        self.gap(guidance_scale=4.0, negative_prompt="blurred")
+        self.engine.sleep()
+        self.engine.wake_up()
 
     def path_gap(self) -> Json:
         """The largest difference of the last latents of a path of Euler steps, and its size."""
@@ -113,84 +117,20 @@ def diffusion_client(
         yield each
 
 
-def classes_of(family: str) -> tuple[Any, Any]:
-    """The bundle and the pipeline of a family."""
-    import importlib
-
-    module = importlib.import_module(f"unirl.models.{family}.family")
-    name = {"sd3": "SD3", "flux2_klein": "Flux2Klein", "hunyuan_video15": "HunyuanVideo15", "qwen_image": "QwenImage"}
-    stem = name.get(family, family.capitalize())
-    return getattr(module, f"{stem}Bundle"), getattr(module, f"{stem}Pipeline")
-
-
-@contextmanager
-def client_of(
-    engine_class: Any,
-    client_class: type[ClientT],
-    family: str,
-    kind: str,
-    folder: Path,
-    dtype: str,
-    path: str,
-    **settings: Any,
-) -> Iterator[ClientT]:
-    """A trainer of a tiny model of `family` and an engine. The server of the engine ends with the block."""
-    from unirl.config.device_sets import DeviceSet
-    from unirl.distributed.group.handle import Remote
-    from unirl.distributed.group.pool import open_pool
-    from unirl.distributed.weight_sync.endpoints import WeightSender
-    from unirl.distributed.weight_sync.sync import EngineSync
-    from unirl.train.backend.base import OptimizerConfig
-    from unirl.train.backend.fsdp import FSDPBackend
-    from unirl.train.configs import LoraConfig
-
-    bundle, pipeline = classes_of(family)
-    trained = pipeline(bundle(path=path, dtype=dtype))
-    lora = None if kind == "full" else LoraConfig(rank=4, alpha=8.0)
-    backend = FSDPBackend(trained.bundle, 3, optimizer_cfg=OptimizerConfig(learning_rate=1e-2), lora_cfg=lora)
-    served = pipeline(bundle(path=path, dtype=dtype, meta_init=True))
-    engine = engine_class(served, folder, **settings)
-    pool = open_pool("local", 2, deadline_s=3600.0)
-    roles = {"sender": WeightSender(backend, trained.stage, engine), "rollout": engine}
-    sender, rollout = (
-        pool.group(DeviceSet("device", (device,))).place(Remote(name, lambda siblings, role=role: role))
-        for device, (name, role) in enumerate(roles.items())
-    )
-    sync = EngineSync(sender, rollout, merge_adapters=kind == "merged")
-    try:
-        yield client_class(trained, backend, engine, sync)
-    finally:
-        engine.server.stop()
-
-
 def requests_of_the_engine() -> list[Exchange]:
     """All kinds of requests that the engine sends, recorded against a fake server."""
-    from unirl.testing.conformance.served import RECIPES, ServedModel
-    from unirl.testing.conformance.sglang import fake_sglang_diffusion
+    from tests.fake_servers import sglang_diffusion
 
     exchanges: list[Exchange] = []
     for kind in ("full", "adapters"):
-        fake = fake_sglang_diffusion(ServedModel.of_recipe(RECIPES["sglang"]), 0, (), None)
-        thread = threading.Thread(target=fake.serve_forever)
-        thread.start()
-        try:
-            with (
-                tempfile.TemporaryDirectory() as folder,
-                diffusion_client("sd3", kind, Path(folder), program="fake", url=fake.url) as each,
-            ):
-                each.push()
-                each.train(0)
-                each.push()
-                each.gap()
-                each.engine.generate(each.request(sde_indices=()))
-                each.gap(guidance_scale=4.0, negative_prompt="blurred")
-                each.engine.sleep()
-                each.engine.wake_up()
-                exchanges += each.exchanges
-        finally:
-            fake.shutdown()
-            fake.server_close()
-            thread.join()
+        with (
+            sglang_diffusion() as url,
+            tempfile.TemporaryDirectory() as folder,
+            diffusion_client("sd3", kind, Path(folder), program="fake", url=url) as each,
+        ):
+            each.use_all_requests()
+            each.engine.generate(each.request(sde_indices=()))
+            exchanges += each.exchanges
     return exchanges
 
 
@@ -301,30 +241,17 @@ def add_text_layers(folder: Path) -> None:
 
 def checked(each: DiffusionClient, with_kill: bool) -> Json:
     """Push, sample and compare, before and after updates, asleep and awake, and after a kill."""
-    from unirl.config.errors import WeightsLostError
-
     result: Json = {"start_and_first_push_s": round(each.push(), 1), "largest_logp_differences": {}}
     each.engine.server.check_ready()  # once more, now that answers are recorded
     gaps = result["largest_logp_differences"]
     gaps["initial weights"] = each.gap()
     gaps["guidance 4"] = each.gap(guidance_scale=4.0, negative_prompt="blurred")
-    for seed in range(2):
-        each.train(seed)
-        result["push_s"] = round(each.push(), 3)
-        gaps[f"update {seed + 1}"] = each.gap()
-    result["canary_absdiff"] = each.sync.last.canary_absdiff
+    each.check_updates(result)
     result["euler_path"] = each.path_gap()
     each.engine.sleep()
     each.engine.wake_up()
     gaps["after sleep"] = each.gap()
     if not with_kill:
         return result
-    process = each.engine.server.process
-    os.killpg(process._process.pid, signal.SIGKILL)
-    try:
-        each.gap()
-    except WeightsLostError as error:
-        result["after kill -9"] = str(error).partition(":")[0]
-    each.push()
-    gaps["after kill -9 and another push"] = each.gap()
+    each.check_kill(result)
     return result

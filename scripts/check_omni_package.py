@@ -8,12 +8,9 @@ On a machine without a GPU, `--serve scripts/vllm_omni_on_cpu/settings.yaml` run
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,8 +19,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.check_diffusion_package import DiffusionClient, classes_of, client_of
-from scripts.check_engine_package import Exchange, Json
+from scripts.check_diffusion_package import DiffusionClient
+from scripts.check_engine_package import Exchange, Json, classes_of, client_of
 
 PACKAGES = ("vllm-omni", "vllm", "torch", "transformers", "diffusers")
 CASES = (
@@ -90,32 +87,18 @@ def omni_client(
 
 def requests_of_the_engine() -> list[Exchange]:
     """All kinds of requests that the engine sends, recorded against a fake server."""
-    from unirl.testing.conformance.served import RECIPES, ServedModel
-    from unirl.testing.conformance.vllm_omni import fake_vllm_omni
+    from tests.fake_servers import vllm_omni
 
     exchanges: list[Exchange] = []
     settings: Json = {"program": "fake", "concurrency": 1}  # one after another, so that their order is always the same
     for kind, transport in (("full", "http"), ("adapters", "ipc")):
-        fake = fake_vllm_omni(ServedModel.of_recipe(RECIPES["vllm_omni"]), 0, (), None)
-        thread = threading.Thread(target=fake.serve_forever)
-        thread.start()
-        try:
-            with (
-                tempfile.TemporaryDirectory() as folder,
-                omni_client("sd3", kind, Path(folder), url=fake.url, transport=transport, **settings) as each,
-            ):
-                each.push()
-                each.train(0)
-                each.push()
-                each.gap()
-                each.gap(guidance_scale=4.0, negative_prompt="blurred")
-                each.engine.sleep()
-                each.engine.wake_up()
-                exchanges += [each for each in each.exchanges if each.path != "/weights/open"]  # its path is random
-        finally:
-            fake.shutdown()
-            fake.server_close()
-            thread.join()
+        with (
+            vllm_omni() as url,
+            tempfile.TemporaryDirectory() as folder,
+            omni_client("sd3", kind, Path(folder), url=url, transport=transport, **settings) as each,
+        ):
+            each.use_all_requests()
+            exchanges += [each for each in each.exchanges if each.path != "/weights/open"]  # its path is random
     return exchanges
 
 
@@ -205,8 +188,6 @@ def write_model(family: str, folder: Path, dtype: str = "fp32") -> None:
 
 def checked(each: OmniClient, is_first: bool) -> Json:
     """Push, sample and compare, before and after updates, and after a kill."""
-    from unirl.config.errors import WeightsLostError
-
     result: Json = {"start_and_first_push_s": round(each.push(), 1), "largest_logp_differences": {}}
     gaps = result["largest_logp_differences"]
     facts = each.trained.facts
@@ -216,21 +197,10 @@ def checked(each: OmniClient, is_first: bool) -> Json:
     gaps["guidance 4"] = each.gap(guidance_scale=4.0, negative_prompt="blurred", **own)
     if facts.family in EXPERTS:
         gaps["guidance 4 and 3"] = each.gap(guidance_scale=4.0, guidance_scale_2=3.0, **own)
-    for seed in range(2):
-        each.train(seed)
-        result["push_s"] = round(each.push(), 3)
-        gaps[f"update {seed + 1}"] = each.gap(**own)
-    result["canary_absdiff"] = each.sync.last.canary_absdiff
+    each.check_updates(result, **own)
     result["tensors_with_equal_fingerprints"] = len(each.engine.server.held)
     if not is_first:
         return result
     result["euler_path"] = each.path_gap()
-    process = each.engine.server.process
-    os.killpg(process._process.pid, signal.SIGKILL)
-    try:
-        each.gap()
-    except WeightsLostError as error:
-        result["after kill -9"] = str(error).partition(":")[0]
-    each.push()
-    gaps["after kill -9 and another push"] = each.gap()
+    each.check_kill(result)
     return result

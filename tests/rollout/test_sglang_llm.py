@@ -20,12 +20,10 @@ from unirl.config.errors import (
     DependencyError,
     EngineError,
     IncompatibleError,
-    InvalidValueError,
     SyncError,
     WeightsLostError,
 )
 from unirl.distributed.group.pool import open_pool
-from unirl.distributed.group.rank import RankInfo, running_as
 from unirl.distributed.weight_sync.endpoints import WeightSender
 from unirl.distributed.weight_sync.sync import EngineSync
 from unirl.models.qwen3.family import Qwen3Bundle, Qwen3Pipeline
@@ -332,22 +330,11 @@ def test_a_server_with_other_settings_is_refused(tmp_path, keys, lora, says) -> 
         served.push()
 
 
-def test_one_server_for_several_devices_is_refused(tmp_path) -> None:
-    ranks = running_as(RankInfo(rank=1, world_size=2))
-    with ranks, pytest.raises(IncompatibleError, match="is one server, and 2 devices are to sample"):
-        Served.at(tmp_path, url="http://127.0.0.1:30000")
-
-
 def test_a_server_without_the_memory_saver_cannot_sleep(served, monkeypatch) -> None:
     served.push()
     monkeypatch.setattr(served.engine.server.info, "enable_memory_saver", False)
     with pytest.raises(IncompatibleError, match=r"rollout\.enable_memory_saver=true"):
         served.engine.sleep()
-
-
-def test_arguments_that_the_engine_sets_itself_are_refused(tmp_path) -> None:
-    with pytest.raises(InvalidValueError, match=r"rollout\.engine_args sets tp_size, which the engine sets itself"):
-        Served.at(tmp_path, engine_args={"tp_size": 2})
 
 
 def test_the_command_line_follows_from_settings_model_and_adapters(tmp_path) -> None:

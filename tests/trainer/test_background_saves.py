@@ -86,7 +86,7 @@ def test_a_failure_of_the_writer_stops_the_run_at_the_next_step_by_name(monkeypa
             save(*args)
 
         monkeypatch.setattr(trainer.state, "save", second_fails)
-        with pytest.raises(StorageError, match="checkpoint-000002 could not be saved.*checkpoint-000001 is untouched"):
+        with pytest.raises(StorageError, match=r"checkpoint-000002 could not be saved.*checkpoint-000001 is untouched"):
             trainer.train()
         assert trainer.state.step in (2, 3)
     assert checkpoints_of(tmp_path) == ["checkpoint-000001"]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import unirl
 from unirl.cli.start import IMPORTS, SLOW, shown_start
-from unirl.config.errors import ArgumentError, UsageError, did_you_mean
+from unirl.config.errors import ArgumentError, StoppedAtStart, UsageError, did_you_mean
 from unirl.config.failures import Session, failure_of
 from unirl.config.plugins import forget
 from unirl.tracking.streams import say, silence
@@ -81,7 +81,7 @@ def run_command(body: Callable[[list[str], Session], int], argv: Sequence[str]) 
         # The reader of our output ended (`unirl recipes | head`). Python must not complain about it at shutdown.
         silence(sys.stdout)
         return 141
-    except (Exception, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt, StoppedAtStart) as error:
         # A broad except is right here: a user must never see a traceback without --debug.
         failure = failure_of(error)
         if session.debug:

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from unirl.config.errors import did_you_mean
 from unirl.config.node import Node
-from unirl.config.saving import CheckpointConfig
+from unirl.config.saving import CheckpointConfig, RestartConfig
 from unirl.types.credit import CreditName
 
 Where = str | int | tuple[int, ...]
@@ -75,6 +75,9 @@ class RunConfig:
     """Name of the run; absent = made from time and recipe."""
     dir: str | None = None
     """The run directory; absent = runs/<project>/<name>."""
+    stop_grace_s: Annotated[float, Meta(gt=0), Meta(le=1e6)] = 1800.0
+    """Seconds after a stop signal by which the run ends. It finishes its step and saves; if that takes longer, it ends
+    without. Set it to less than the time that a scheduler leaves between its signal and SIGKILL."""
 
     def __post_init__(self) -> None:
         if self.dir is not None and not self.dir.strip():
@@ -174,6 +177,7 @@ class RunSettings:
     run: RunConfig = RunConfig()
     tracking: TrackingConfig = TrackingConfig()
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    restarts: RestartConfig = field(default_factory=RestartConfig)
 
     batch_size: Positive
     """Prompts per step, P. A step generates P x sampling.samples_per_prompt samples."""

@@ -44,7 +44,7 @@ from unirl.plan.geometry import Geometry, check_geometry, geometry_of
 from unirl.plan.layout import check_layout
 from unirl.plan.notices import data_notices, engine_notices, environment_notices, policy_notices
 from unirl.plan.placement import PlacementPlan, plan_of
-from unirl.rollout.engine.base import RolloutEngine
+from unirl.rollout.engine.base import EngineUse, RolloutEngine
 from unirl.rollout.engine.composed.engine import ComposedRolloutEngine, check_texts
 from unirl.tracking.streams import say
 from unirl.train.backend.base import TrainBackend
@@ -90,6 +90,19 @@ class StartsServer(Protocol):
 
     def check_settings(self, sampling: Sampling, settings: Mapping[str, object]) -> None:
         """Raises a ConfigError that names the key. A method of the class.
+
+        Args:
+            settings: the block `rollout`, with its defaults.
+        """
+        ...
+
+
+@runtime_checkable
+class UsesServers(Protocol):
+    """An engine class that can refuse what a recipe asks of its servers, without being built."""
+
+    def check_use(self, settings: Mapping[str, object], use: EngineUse) -> None:
+        """Raises IncompatibleError, naming the key. A method of the class.
 
         Args:
             settings: the block `rollout`, with its defaults.
@@ -152,7 +165,7 @@ def preflight(recipe: Recipe) -> Preflight:
             geometry = geometry_of(policy, plan, needs)
             check_geometry(geometry)
             check_compatibility(policy, needs, plan)
-            check_server(policy)
+            check_server(policy, plan)
             check_model(policy, recipe.model_variable(name))
             check_sampling(policy, needs)
             texts += [said_of_policy(text, name, policy) for text in policy_notices(policy, plan, geometry, needs)]
@@ -390,11 +403,15 @@ def check_evaluation(recipe: Recipe) -> None:
             )
 
 
-def check_server(config: RecipeConfig) -> None:
-    """The settings of an engine's server must lie in their ranges, and it must have those of sampling."""
+def check_server(config: RecipeConfig, plan: PlacementPlan) -> None:
+    """The settings of an engine's server must lie in their ranges, and it must have those of sampling and training."""
     engine = config.rollout.schema.owner
     if isinstance(engine, StartsServer):
         engine.check_settings(build(config.sampling), config.rollout.values)
+    if isinstance(engine, UsesServers):
+        sends_adapters = config.lora is not None and not config.merges_adapters
+        alpha = config.lora.require("alpha", float) if config.lora is not None and sends_adapters else None
+        engine.check_use(config.rollout.values, EngineUse(len(plan.rollout), alpha, config.model_path))
 
 
 def check_model(config: RecipeConfig, variable: str | None) -> None:

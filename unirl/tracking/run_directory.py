@@ -83,7 +83,11 @@ class RunDirectory:
                 f"run.dir={self.root} cannot be created: {error.strerror} ({error.filename}). Set run.dir or "
                 "OUTPUT_DIR to a writable folder"
             ) from error
-        self._write_start()
+        try:
+            self._write_start()
+        except BaseException:
+            self._owner.release()
+            raise
 
     @property
     def fence(self) -> Fence:
@@ -149,10 +153,10 @@ class RunDirectory:
             known = {key: value for key, value in vars(self.identity).items() if key != "argv"}
             record = {"schema_version": SCHEMA_VERSION} | made | known
         record |= {"exit": None, "sessions": [*record["sessions"], session], "versions": _versions(), "git": _git()}
-        _write_json(self.root / "run.json", record)
         machine = {"platform": platform.platform(), "cpus": os.cpu_count(), "python": sys.executable}
         environment = {"variables": allowed_environment(os.environ), "machine": machine, "versions": _versions()}
         _write_json(self.root / "env.json", environment)
+        _write_json(self.root / "run.json", record)  # last: from here on the caller records how the run ended
 
 
 def remark_of(root: Path) -> str:

@@ -154,6 +154,11 @@ class Tracker:
         if self.console:
             self.console.note(text)
 
+    def restarted(self, number: int, allowed: int, error: str) -> None:
+        """Shows that the run started again by itself, and records it as an event."""
+        self.event("run.restart", restart=number, max=allowed, error=error)
+        self.note(f"restart {number} of {allowed} (restarts.max), after {error}")
+
     def choice(self, key: str, value: object, why: str) -> None:
         """Shows the value that a run chose for a setting `auto`, and writes it into run.json under `chosen`."""
         entry = {"value": value, "why": why}

@@ -27,7 +27,7 @@ from unirl.distributed.group.handle import Group
 from unirl.distributed.group.pool import open_pool
 from unirl.models.loading.checkpoint import TOY
 from unirl.models.loading.hub import ModelSource, look_up, quiet_downloads
-from unirl.plan.machine import check_machine, check_memory, is_elsewhere, scores_elsewhere
+from unirl.plan.machine import check_engines, check_machine, check_memory, is_elsewhere, scores_elsewhere
 from unirl.plan.placement import capabilities_of, plan_of
 from unirl.plan.preflight import check_disk, needs_of, of_policy, trainer_class
 from unirl.plan.prompts import load_data
@@ -38,7 +38,6 @@ from unirl.reward.base import RewardScorer
 from unirl.reward.failures import STRICT, DropBudget
 from unirl.reward.service import RewardService
 from unirl.rollout.engine.base import RolloutEngine
-from unirl.rollout.engine.serving.engine import ServingEngine
 from unirl.tracking.owner import OwnershipLostError
 from unirl.tracking.run_directory import RunDirectory
 from unirl.tracking.tracker import Tracker
@@ -95,8 +94,10 @@ def build_trainer(
             session.start()
         tracker = open_tracker(recipe, root, session.argv if session else (), threads)
     if session is not None:
-        session.run_dir = root
+        session.run_dir, session.grace_s = root, recipe.config.run.stop_grace_s
     with recorded_end(tracker):
+        if session is not None and session.restart is not None:
+            tracker.restarted(**vars(session.restart))
         # From here on this process alone writes. Another one may have saved after `resume` was chosen.
         checkpoints.check_writer = tracker.run.fence.check
         checkpoints.collect()
@@ -456,17 +457,6 @@ def check_reward(config: RecipeConfig) -> None:
     for scorer in config.scorers:
         if any(_checks_start(node.schema.owner) for node in nodes_below(scorer)):
             build(scorer).check_start()
-
-
-def check_engines(recipe: Recipe) -> None:
-    """Refuse a run whose servers cannot be started here. Raises DependencyError (3001).
-
-    With a cluster, only its nodes can tell.
-    """
-    for policy in recipe.policies.values():
-        engine = policy.rollout.schema.owner
-        if issubclass(engine, ServingEngine) and not is_elsewhere(policy):
-            engine.check_start(policy.rollout.values)
 
 
 def look_up_models(recipe: Recipe) -> None:

@@ -22,6 +22,7 @@ RESULT_NEUTRAL = (
     "save_interval",
     "keep_checkpoints",
     "checkpoint",
+    "restarts",
     "resume",
     "run",
     "tracking",
@@ -65,7 +66,7 @@ def resume_point(store: CheckpointStore, resume: str) -> ResumePoint:
 
     Raises:
         ConfigError: 2004 when `none` would overwrite a run.
-        CheckpointError: 7001 when there are checkpoints and all are damaged, or the named one is.
+        CheckpointError: 7001 when there are checkpoints and all are damaged or not finite, or the named one is.
     """
     if resume == "none":
         checkpoints = store.checkpoints()
@@ -76,8 +77,8 @@ def resume_point(store: CheckpointStore, resume: str) -> ResumePoint:
             )
         return ResumePoint(None)
     if resume not in ("auto", "latest"):
-        return ResumePoint(open_checkpoint(resume))
-    latest = store.latest_valid()
+        return ResumePoint(open_checkpoint(resume, healthy=True))
+    latest = store.latest_valid(healthy=True)
     if latest.checkpoint is None and latest.skipped:
         raise CheckpointError(
             f"no checkpoint in {store.directory} is valid ({'; '.join(map(str, latest.skipped))}): "

@@ -15,20 +15,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from unirl import __version__
-from unirl.config.errors import Interrupted, Preempted, ResumeError, UniRLError
+from unirl.config.errors import DivergenceError, Interrupted, Preempted, ResumeError, UniRLError
 from unirl.config.merge import Tree
 from unirl.plan.threads import Recorded
 from unirl.train.backend.base import TrainBackend
 from unirl.train.backend.checkpoint import Checkpoint, CheckpointStore, ResumePoint, still_there
+from unirl.train.backend.health import STATE_FILE, listed
 from unirl.trainer.saving import BackgroundSave
 from unirl.types.device import accelerator, device_name
 from unirl.types.protocols import State, Stateful
 
 if TYPE_CHECKING:
     from unirl.tracking.tracker import Tracker
-
-STATE_FILE = "trainer.json"
-"""The file of a checkpoint that holds this state."""
 
 
 class Policy(Protocol):
@@ -94,6 +92,7 @@ class RunState:
             folders = {name: policy_folder(folder, name) for name in self.policies}
             for name, policy in self.policies.items():
                 turn(policy.track)
+                self._check_finite(name, policy.backend)
                 policy.backend.save(str(folders[name]), self.saves_in_background)
             state = {
                 "step": self.step,
@@ -110,6 +109,28 @@ class RunState:
                 self.saving = BackgroundSave(self.step, staged.pop_all(), list(folders.values()), backends).start()
                 return
         self.tracker.event("ckpt.commit", step=self.step)
+
+    def _check_finite(self, policy: str, backend: TrainBackend) -> None:
+        """Refuse to publish weights, moments or snapshots with NaN or infinite elements.
+
+        Raises DivergenceError (9001), which names the tensors, the step and the way out.
+        """
+        bad = backend.nonfinite()
+        if not bad:
+            return
+        of_policy = f" of policy {policy}" if policy else ""
+        newest = next((each.path for each in self.checkpoints.checkpoints() if each.step < self.step), None)
+        way_out = (
+            "There is no earlier checkpoint. Start again in another run.dir with a lower learning rate, and with a "
+            "smaller save_interval"
+            if newest is None
+            else f"{newest.name} stays the latest. Continue from it with:\n  {self.resume_command}\n"
+            f"or, with a lower learning rate, in another folder: resume={newest} run.dir=<new folder>"
+        )
+        raise DivergenceError(
+            f"after step {self.step} the state{of_policy} is not finite, so no checkpoint of it was published "
+            f"({listed(bad)}). {way_out}"
+        )
 
     def check_saving(self) -> None:
         """Note a save that was published in the background. Raises the error of one that failed."""

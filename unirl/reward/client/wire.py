@@ -206,6 +206,12 @@ class Health(Struct, frozen=True, kw_only=True):
     """reward -> readiness of each of its replicas."""
 
 
+class Probe(Struct, frozen=True, kw_only=True):
+    """The body of a successful response to `GET /live` and `GET /ready`."""
+
+    status: Literal["live", "ready"]
+
+
 class Refusal(Struct, frozen=True, kw_only=True):
     """The body of every response that is not a success."""
 

@@ -135,15 +135,16 @@ class CheckpointStore:
                 raise
             raise self._storage_error(name, published, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))) from error
 
-    def latest_valid(self, unread: str | None = None) -> ResumePoint:
+    def latest_valid(self, unread: str | None = None, healthy: bool = False) -> ResumePoint:
         """The newest checkpoint whose files are exactly those that were written. This changes nothing on disk.
 
         Args:
             unread: as in `verify`.
+            healthy: also skip those from which a run cannot continue, such as weights that are not finite.
         """
         skipped: list[Skipped] = []
         for candidate in self.checkpoints():
-            damage = verify(candidate.path, unread)
+            damage = reasons_against(candidate.path, unread, healthy)
             if not damage:
                 return ResumePoint(candidate, tuple(skipped))
             skipped.append(Skipped(candidate.path, tuple(damage)))
@@ -310,13 +311,24 @@ def verify(path: str | Path, unread: str | None = None) -> list[str]:
     return damage
 
 
-def open_checkpoint(path: str | Path, unread: str | None = None) -> Checkpoint:
+def reasons_against(path: Path, unread: str | None = None, healthy: bool = False) -> list[str]:
+    """The problems that `verify` finds; with `healthy`, if there are none, those that keep a run from continuing."""
+    damage = verify(path, unread)
+    if damage or not healthy:
+        return damage
+    from unirl.train.backend.health import SHOWN, unhealthy  # torch, which listing checkpoints does without
+
+    return unhealthy(path)[:SHOWN]
+
+
+def open_checkpoint(path: str | Path, unread: str | None = None, healthy: bool = False) -> Checkpoint:
     """The checkpoint that `resume=<path>` selects. `path` is a checkpoint, a run folder, or a folder of checkpoints.
 
     Folders named `global_step_<N>` are ordered by step, too.
 
     Args:
         unread: as in `verify`.
+        healthy: as in `CheckpointStore.latest_valid`.
 
     Raises:
         CheckpointError: 7001 if there is no such folder, or no checkpoint in it is valid.
@@ -324,9 +336,9 @@ def open_checkpoint(path: str | Path, unread: str | None = None) -> Checkpoint:
     folder = existing(path)
     named = _recognise(folder)
     if named:
-        return _valid_or_explain(named, unread)
+        return _valid_or_explain(named, unread, healthy)
     store = CheckpointStore(folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder)
-    latest = store.latest_valid(unread)
+    latest = store.latest_valid(unread, healthy)
     if latest.checkpoint:
         return latest.checkpoint
     reasons = "".join(f"\n  {skipped}" for skipped in latest.skipped) or " (no checkpoint-<N> or global_step_<N> in it)"
@@ -360,18 +372,18 @@ def still_there(checkpoint: Checkpoint) -> Iterator[None]:
         ) from error
 
 
-def _valid_or_explain(checkpoint: Checkpoint, unread: str | None) -> Checkpoint:
-    damage = verify(checkpoint.path, unread)
+def _valid_or_explain(checkpoint: Checkpoint, unread: str | None, healthy: bool) -> Checkpoint:
+    damage = reasons_against(checkpoint.path, unread, healthy)
     if not damage:
         return checkpoint
-    other = CheckpointStore(checkpoint.path.parent).latest_valid().checkpoint
+    other = CheckpointStore(checkpoint.path.parent).latest_valid(healthy=healthy).checkpoint
     way_out = (
         f"The newest valid checkpoint in the same folder is {other.path}"
         if other
         else "No other checkpoint in the same folder is valid"
     )
     listed = "".join(f"\n  {problem}" for problem in damage)
-    raise CheckpointError(f"resume={checkpoint.path}: the checkpoint is damaged or incomplete:{listed}\n  {way_out}")
+    raise CheckpointError(f"resume={checkpoint.path}: the checkpoint cannot be used:{listed}\n  {way_out}")
 
 
 def _recognise(path: Path) -> Checkpoint | None:

@@ -7,21 +7,26 @@ requests --threads--> answers, in their order
 from __future__ import annotations
 
 import secrets
+import tempfile
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextvars import copy_context
-from typing import TypeVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, TypeVar
 
-from unirl.config.errors import SyncError, WeightsLostError
+from unirl.config.errors import IncompatibleError, SyncError, WeightsLostError
+from unirl.distributed.group.rank import current
 from unirl.distributed.weight_sync.base import Arrival, Numerics, ParamMapping, WeightLayout
 from unirl.distributed.weight_sync.buckets import Bucket
 from unirl.distributed.weight_sync.endpoints import WeightForwarder
 from unirl.models.base import Pipeline
 from unirl.models.loading.lora import adapter_names, inject_lora
-from unirl.rollout.engine.base import DedicatedEngine
-from unirl.rollout.engine.serving.http_server import check_values
+from unirl.rollout.engine.base import DedicatedEngine, EngineUse
+from unirl.rollout.engine.serving.http_server import HttpServer, check_arguments
 from unirl.rollout.engine.serving.server import Server
+from unirl.rollout.engine.serving.settings import ServerSettings, check_values
 from unirl.sde.noise import NoiseSource, key_seed
 from unirl.types.facts import ModelFacts
 from unirl.types.progress import progress
@@ -35,15 +40,29 @@ RequestT = TypeVar("RequestT")
 AnswerT = TypeVar("AnswerT")
 
 
-class ServingEngine(DedicatedEngine):
+@dataclass(eq=False, repr=False)
+class ServingEngine(DedicatedEngine, ServerSettings):
     """Samples with a server. The pipeline encodes and decodes; its network has no storage.
 
-    A kind of sample has one subclass: tokens, or latents. It implements `respond`, `canary_inputs` and `canary`.
+    A kind of sample has one subclass: tokens, or latents. It implements `respond`, `canary_inputs` and `canary`. An
+    engine is a dataclass that inherits from one of them and from the settings of its server, and names its server.
     """
 
-    def __init__(self, pipeline: Pipeline, server: Server) -> None:
-        self.pipeline = pipeline
-        self.server = server
+    server_class: ClassVar[type[HttpServer]]
+    files: ClassVar[str]
+    """The beginning of the names of its log and of its folder in the run directory."""
+
+    pipeline: Pipeline
+    run_dir: Path | None = None
+    """The run directory, which gets the log of the server. None: a temporary folder."""
+
+    def __post_init__(self) -> None:
+        self.check_start(vars(self))
+        root = Path(tempfile.mkdtemp(prefix="unirl-")) if self.run_dir is None else self.run_dir
+        name = f"{self.files}-{current().rank}"
+        self.server: Server = self.server_class(
+            self.pipeline, root / "engine" / name, root / "logs" / f"{name}.log", self
+        )
         self.forwarder: WeightForwarder | None = None
         self.owner = secrets.token_hex(4)
         """Part of the names of weights. It tells this engine from another one that uses the same server."""
@@ -58,10 +77,17 @@ class ServingEngine(DedicatedEngine):
     def check_settings(cls, sampling: Sampling, settings: Mapping[str, object]) -> None:
         """Raises a ConfigError for sampling settings or a value of the block `rollout` that cannot work, by its key."""
         check_values(settings)
+        arguments = settings.get("engine_args")
+        check_arguments(arguments if isinstance(arguments, Mapping) else (), cls.server_class.own_arguments)
 
     @classmethod
-    def check_start(cls, settings: Mapping[str, object]) -> None:
-        """Raises DependencyError if a server is to be started and its packages are not on this machine."""
+    def check_use(cls, settings: Mapping[str, object], use: EngineUse) -> None:
+        """Raises IncompatibleError, naming the key, for a recipe whose weights or devices its servers cannot serve."""
+        if settings["url"] is not None and use.num_devices > 1:
+            raise IncompatibleError(
+                f"rollout.url={settings['url']} is one server, and {use.num_devices} devices are to sample: each "
+                "would send weights to it. Leave rollout.url out, or sample on one device (placement.rollout)"
+            )
 
     # Weights
 

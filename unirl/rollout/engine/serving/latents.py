@@ -12,12 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from abc import abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,8 +25,17 @@ from unirl.models.base import CANARY_IDS, CANARY_PROMPTS, CanaryOutput, LatentCa
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline
 from unirl.models.denoising.pipeline import CANARY_SEQUENCE_LENGTH, CANARY_SIDE_TOKENS
 from unirl.rollout.engine.serving.engine import ServingEngine, seeds_of
-from unirl.rollout.engine.serving.server import Server
-from unirl.rollout.engine.serving.sigma_verify import UsedSettings, verify_used
+from unirl.rollout.engine.serving.latent_server import (
+    LatentAnswer,
+    LatentRequest,
+    LatentServer,
+    check_images,
+    check_length,
+    check_noise,
+    served_family,
+)
+from unirl.rollout.engine.serving.settings import FAKE
+from unirl.rollout.engine.serving.sigma_verify import verify_used
 from unirl.sde.gaussian import Gaussian
 from unirl.sde.kernels import EulerODE
 from unirl.types.batch import Batch
@@ -38,7 +44,7 @@ from unirl.types.facts import LatentFacts, ModelFacts
 from unirl.types.protocols import TORCH_DTYPES
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp
-from unirl.types.sampling import DiffusionSamplingParams
+from unirl.types.sampling import DiffusionSamplingParams, Sampling, sampling_as
 from unirl.types.segments import LatentSegment, stored_positions
 
 ROUNDING = 2**-7
@@ -50,62 +56,6 @@ GUIDANCE_TOLERANCE = 0.1
 """Largest relative difference between the guided velocity and that from both branches. Other scales differ by more."""
 
 
-@dataclass(frozen=True)
-class LatentRequest:
-    """One trajectory to be sampled."""
-
-    id: str
-    prompt: str
-    seed: int
-    """The seed of its random numbers, in [0, 2^31)."""
-
-
-@dataclass(frozen=True)
-class LatentAnswer:
-    """One sampled trajectory, as the server reports it."""
-
-    used: UsedSettings
-    latents: Tensor  # [K, *latent] at the positions that were asked for, in their order
-    logp: Tensor | None  # [S] log-probs of the stochastic steps, nats, mean over latent elements; None: not reported
-    weights: str | None
-    """The name of the weights that it was sampled from. None: answers do not have it; see `current_weights`."""
-
-
-class LatentServer(Server):
-    """A server that samples latents."""
-
-    sequence_length: int | None
-    """The number of text tokens that it always encodes. None: that of the request."""
-
-    @abstractmethod
-    def served(self, facts: LatentFacts) -> LatentFacts:
-        """The facts of a model as the server samples it: with its own schedule, if it takes no noise levels."""
-
-    @abstractmethod
-    def check_request(self, params: DiffusionSamplingParams) -> None:
-        """Raises IncompatibleError, naming the key, for sampling settings that the server does not have."""
-
-    @abstractmethod
-    def sample(self, request: LatentRequest, params: DiffusionSamplingParams, positions: Sequence[int]) -> LatentAnswer:
-        """Sample one trajectory, in one attempt, and return its latents at `positions`.
-
-        Args:
-            params: pinned. Its sigmas are those that the server is expected to use.
-
-        Raises:
-            RequestFailed, ServerBusy: another attempt may succeed.
-            EngineError: the server refuses the request, or its answer cannot be read.
-        """
-
-    @abstractmethod
-    def draws(self, seed: int, shape: Sequence[int], count: int) -> Tensor:
-        """[count, *shape] fp32 on the CPU: the noise of a seed, first x_T, then that of each stochastic step."""
-
-    @abstractmethod
-    def current_weights(self) -> str:
-        """The name of the weights that the server has now. Another text if it has other ones."""
-
-
 class LatentServingEngine(ServingEngine):
     """Samples with a server of latents. The pipeline encodes and decodes; its network has no storage.
 
@@ -113,11 +63,12 @@ class LatentServingEngine(ServingEngine):
     numbers a server does not use: the distribution is the same.
     """
 
+    server_class: ClassVar[type[LatentServer]]
     pipeline: DiffusersPipeline[Any]
     server: LatentServer
 
-    def __init__(self, pipeline: DiffusersPipeline[Any], server: LatentServer) -> None:
-        sampled = self.capabilities.modalities
+    def __post_init__(self) -> None:
+        sampled, pipeline = self.capabilities.modalities, self.pipeline
         other = [each for each in pipeline.capabilities.modalities if each not in sampled]
         if pipeline.facts.condition_images[0] > 0 or other:
             what = f"makes samples of the kind {other[0]}" if other else "needs condition images"
@@ -125,9 +76,23 @@ class LatentServingEngine(ServingEngine):
                 f"{type(self).__name__} samples {' and '.join(sampled)} from texts, and {type(pipeline).__name__} "
                 f"{what}. Use another engine, such as rollout=replica"
             )
-        super().__init__(pipeline, server)
+        super().__post_init__()
         self.measured_guidance: set[tuple[float, str]] = set()
         """Scales and negative prompts whose effect was measured."""
+
+    @classmethod
+    def check_recipe(cls, facts: ModelFacts, sampling: Sampling, settings: Mapping[str, object]) -> None:
+        """Raises IncompatibleError for a model or for settings that the server does not sample. Nothing is built."""
+        server = cls.server_class
+        family = served_family(server.name, server.families, facts.family)
+        params = sampling_as(DiffusionSamplingParams, sampling, f"{server.name} samples with")
+        check_images(server.name, facts)
+        check_noise(server.name, params)
+        server.check_levels(params)
+        if settings["program"] != FAKE:
+            check_length(server.name, params, family.sequence_length)
+        if params.resolve_sde_indices(0):
+            server.check_kernel(params.kernel)
 
     def facts(self) -> LatentFacts:
         """The facts of the model with the schedule of the server: requests have the noise levels that it uses."""
@@ -200,7 +165,8 @@ class LatentServingEngine(ServingEngine):
         check_length(name, params, self.server.sequence_length)
         if any(req.prompt_image_uris()):
             raise IncompatibleError(f"{name} gets prompts without images here. Use another engine: rollout=replica")
-        self.server.check_request(params)
+        if params.sde_indices:
+            self.server.check_kernel(params.kernel)
 
     def _checked(
         self, params: DiffusionSamplingParams, positions: Sequence[int], request: LatentRequest
@@ -305,48 +271,6 @@ class LatentServingEngine(ServingEngine):
             step=req.step,
             anchors={},
         )
-
-
-def check_noise(name: str, params: DiffusionSamplingParams) -> None:
-    """Raises IncompatibleError, naming the key, for settings that no server has whose seeds determine all noise."""
-    if params.init_same_noise:
-        raise IncompatibleError(
-            f"sampling.init_same_noise=true: a seed of {name} determines the noise of all steps, so that samples "
-            "with the same x_T would be equal. Set sampling.init_same_noise=false"
-        )
-    if params.solver is not None or params.cache_threshold is not None:
-        key = "solver" if params.solver is not None else "cache_threshold"
-        raise IncompatibleError(f"sampling.{key}: {name} takes Euler steps, and computes all of them. Remove it")
-
-
-def check_images(name: str, facts: ModelFacts) -> None:
-    """Raises IncompatibleError for a model that needs condition images, which are not sent to servers."""
-    if facts.condition_images[0] > 0:
-        raise IncompatibleError(
-            f"{name} gets prompts without images here, and this model ({facts.family}) needs them. Use another engine: "
-            "rollout=replica"
-        )
-
-
-def check_length(name: str, params: DiffusionSamplingParams, length: int | None) -> None:
-    """Raises IncompatibleError if a server that always encodes `length` text tokens is to encode another number."""
-    if length is not None and params.max_sequence_length != length:
-        raise IncompatibleError(
-            f"sampling.max_sequence_length={params.max_sequence_length}: {name} always encodes {length} tokens of "
-            f"this model. Set sampling.max_sequence_length={length}"
-        )
-
-
-def model_folder(pipeline: DiffusersPipeline[Any], folder: Path) -> Path:
-    """The folder of the pipeline's checkpoint. A tiny model, which has none, is written to `folder`."""
-    bundle = pipeline.bundle
-    if bundle.root is not None:
-        return bundle.root
-    if not folder.exists():
-        bundle.offload(bundle.frozen)
-        pipeline.write_model({}, folder)
-        bundle.onload(bundle.frozen)
-    return folder
 
 
 def log_prob_of(params: DiffusionSamplingParams, step: int, noise: Tensor) -> float:

@@ -89,13 +89,13 @@ class TokenServingEngine(ServingEngine):
     pipeline: TextPipeline[Any]
     server: TokenServer
 
-    def __init__(self, pipeline: TextPipeline[Any], server: TokenServer) -> None:
-        if pipeline.facts.condition_images != (0, 0):
+    def __post_init__(self) -> None:
+        if self.pipeline.facts.condition_images != (0, 0):
             raise IncompatibleError(
-                f"{type(self).__name__} sends texts alone, and {type(pipeline).__name__} is for a model that reads "
-                "images. Use another engine, such as rollout=replica"
+                f"{type(self).__name__} sends texts alone, and {type(self.pipeline).__name__} is for a model that "
+                "reads images. Use another engine, such as rollout=replica"
             )
-        super().__init__(pipeline, server)
+        super().__post_init__()
 
     def canary_inputs(self) -> PromptTokens:
         return self.pipeline.canary_inputs()

@@ -12,30 +12,23 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from unirl.distributed.weight_sync.base import WeightLayout
 from unirl.models.denoising.packing import packed, unpacked
-from unirl.rollout.engine.sglang_llm.names import ADAPTER_TENSOR
+from unirl.rollout.engine.serving.latent_server import LatentFamily
 from unirl.types.facts import LatentFacts
 from unirl.types.protocols import SigmaGrid
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServedFamily:
+class ServedFamily(LatentFamily):
     """One family."""
 
     model_id: str
     """The name by which SGLang recognises a local folder, for the tiny models of scale=toy."""
     num_text_encoders: int = 1
-    sequence_length: int | None = None
-    """The number of text tokens that the server always encodes. None: that of the request."""
     extra_tokens: int = 0
     """Tokens that the server counts in addition to those of the request, such as the opening of a chat."""
-    blank: str = ""
-    """The text in place of an empty prompt."""
     grid: SigmaGrid = "clean"
     """The noise levels before the shift. The server takes none, and makes its own."""
-    token_side: int | None = None
-    """Its latents are sequences of tokens [H W / p^2, C p^2] with this p. None: they are [C, H, W]."""
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """A layer of SGLang to the layers of diffusers whose rows it joins, in order."""
 
@@ -90,12 +83,3 @@ FAMILIES: Mapping[str, ServedFamily] = {
     ),
 }
 """By `ModelFacts.family`."""
-
-
-def wire_names(layout: WeightLayout) -> dict[str, str]:
-    """Tensor of a layout to its name in requests: that of diffusers, and for adapters `LAYER.lora_A.weight`."""
-    wire: dict[str, str] = {}
-    for name in layout.tensors:
-        match = ADAPTER_TENSOR.fullmatch(name) if layout.payload == "adapter" else None
-        wire[name] = name if match is None else f"{match['layer']}.{match['side']}.weight"
-    return wire

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import secrets
-import shutil
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -19,9 +17,10 @@ from unirl.config.http import PROBE_TIMEOUT_S, RequestFailed, ServerBusy
 from unirl.distributed.weight_sync.base import WeightLayout
 from unirl.models.language.pipeline import TextPipeline
 from unirl.rollout.engine.serving.fake import fake_command
-from unirl.rollout.engine.serving.http_server import HttpServer, ServerAccess, option_words
+from unirl.rollout.engine.serving.http_server import HttpServer, option_words
 from unirl.rollout.engine.serving.payloads import copied
 from unirl.rollout.engine.serving.process import LOOPBACK
+from unirl.rollout.engine.serving.settings import InstalledServerSettings
 from unirl.rollout.engine.serving.tokens import ProbeResult, TokenAnswer, TokenRequest, TokenServer
 from unirl.rollout.engine.sglang_llm import messages
 from unirl.rollout.engine.sglang_llm.checksums import ChecksumProof, SentTensors
@@ -36,28 +35,33 @@ SEEDED = ARSamplingParams(max_new_tokens=16, temperature=5.0)
 """Almost uniform draws, for the check of seeds."""
 FLUSH_S = 60
 """Seconds that requests have to end before the server goes to sleep."""
-OWN_ARGUMENTS = (
-    *("model-path", "host", "port", "dtype", "device", "base-gpu-id", "tp-size", "mem-fraction-static"),
-    *("context-length", "enable-deterministic-inference", "enable-memory-saver", "enable-weights-cpu-backup"),
-    *("enable-lora", "max-lora-rank", "lora-target-modules", "max-loaded-loras", "max-loras-per-batch"),
-)
-"""Arguments of the server that this file sets."""
 Program = Literal["sglang", "fake"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class SGLangSettings:
-    """Settings of a server, as `SGLangLLMRolloutEngine` documents them."""
+@dataclass(kw_only=True)
+class SGLangSettings(InstalledServerSettings):
+    """Settings of SGLang's server of a language model."""
 
-    program: Program
-    tp_size: int
-    mem_fraction_static: float | None
-    context_length: int | None
-    deterministic: bool
-    enable_memory_saver: bool
-    engine_args: Mapping[str, object]
-    env: Mapping[str, str]
-    concurrency: int
+    environment: ClassVar[str] = "sglang"
+
+    program: Program = "sglang"
+    """The server that is started: `sglang`, or `fake`, a small server of UniRL that speaks the same protocol, runs on a
+    CPU without sglang, and is used at scale=toy."""
+    tp_size: int = 1
+    """Tensor-parallel ranks of a server that the engine starts."""
+    mem_fraction_static: float | None = None
+    """Share of the device memory for weights and the key-value cache. Absent: SGLang chooses."""
+    context_length: int | None = None
+    """The most tokens of a prompt and its response. Absent: those of the model."""
+    deterministic: bool = True
+    """Start the server with --enable-deterministic-inference, without which SGLang ignores seeds: false is faster, and
+    such a run is not reproducible."""
+    enable_memory_saver: bool = True
+    """Let the server free its device memory while the trainer uses it. A copy of the weights then is in main memory. It
+    is needed where both share devices."""
+    engine_args: Mapping[str, object] = field(default_factory=dict)
+    """Further arguments of sglang.launch_server, such as {attention_backend: fa3}."""
+    concurrency: int = 128
 
 
 class SGLangServer(HttpServer, TokenServer):
@@ -65,21 +69,18 @@ class SGLangServer(HttpServer, TokenServer):
 
     name: ClassVar[str] = "SGLang"
     health: ClassVar[str] = "/ready"
+    own_arguments: ClassVar[Collection[str]] = (
+        *("model_path", "host", "port", "dtype", "device", "base_gpu_id", "tp_size", "mem_fraction_static"),
+        *("context_length", "enable_deterministic_inference", "enable_memory_saver", "enable_weights_cpu_backup"),
+        *("enable_lora", "max_lora_rank", "lora_target_modules", "max_loaded_loras", "max_loras_per_batch"),
+    )
+    pipeline: TextPipeline[Any]
+    settings: SGLangSettings
 
-    def __init__(
-        self, pipeline: TextPipeline[Any], folder: Path, access: ServerAccess, settings: SGLangSettings
-    ) -> None:
-        """
-        Args:
-            folder: gets the files of a tiny model, which has none of its own, and is removed at the end.
-        """
-        super().__init__(access)
-        self._remove = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        self.pipeline = pipeline
-        self.folder = folder
-        self.settings = settings
+    def __init__(self, pipeline: TextPipeline[Any], folder: Path, log: Path, settings: SGLangSettings) -> None:
+        super().__init__(pipeline, folder, log, settings)
         self.concurrency = settings.concurrency
-        self.extra_words = option_words(settings.engine_args, OWN_ARGUMENTS)
+        self.extra_words = option_words(settings.engine_args)
         self.layout: WeightLayout | None = None
         self.root = folder
         self.wire: Mapping[str, str] = {}
@@ -92,7 +93,6 @@ class SGLangServer(HttpServer, TokenServer):
         """The adapter that is under way, by the names of its tensors in requests."""
         self.adapter: str | None = None
         """The adapter that requests name."""
-        self.weights_name = ""
         self.is_updating = False
         """True from /begin_weight_update to /end_weight_update."""
         self.has_checked_seeds = False
@@ -113,16 +113,12 @@ class SGLangServer(HttpServer, TokenServer):
         self.wire = wire_names(layout, checkpoint_names(self.root, bundle.family))
 
     def words(self, python: str, port: int) -> list[str]:
-        own = ["--port", str(port), "--dtype", self._dtype]
-        if self.settings.program == "fake":
+        own = ["--port", str(port), "--dtype", self.dtype]
+        if self.settings.is_fake:
             fake = fake_command("sglang_llm", self.pipeline, self.root, port)
             return [*fake, "--", *self._flags(), *self.extra_words]
         launch = [python, "-m", "sglang.launch_server", "--model-path", str(self.root), "--host", LOOPBACK]
         return [*launch, *own, *self._flags(), *self.extra_words]
-
-    @property
-    def _dtype(self) -> str:
-        return str(self.pipeline.bundle.dtype).removeprefix("torch.")
 
     def _flags(self) -> list[str]:
         """The arguments that follow from the settings, the device and the trained adapters."""
@@ -147,32 +143,27 @@ class SGLangServer(HttpServer, TokenServer):
             flags += ["--max-loaded-loras", "2", "--max-loras-per-batch", "2"]
         return flags
 
-    def env(self) -> Mapping[str, str]:
-        return {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads()), **self.settings.env}
-
     def check_ready(self) -> None:
         info = self.info = self.get("/server_info", messages.ServerInfo)
         model, family = self.get("/model_info", messages.ModelInfo), self.pipeline.bundle.family.name
         has_lora = self.layout is not None and self.layout.adapter is not None
         if model.model_type not in (None, family):
-            self._mismatch(
-                f"serves a model of type {model.model_type} ({model.model_path}), not {family}", str(self.root)
-            )
-        if info.dtype not in (self._dtype, "auto"):
-            self._mismatch(f"computes in {info.dtype}, and bundle.dtype is {self._dtype}", f"--dtype {self._dtype}")
+            what = f"serves a model of type {model.model_type} ({model.model_path}), not {family}"
+            raise self.mismatch(what, f"Start it with {self.root}")
+        if info.dtype not in (self.dtype, "auto"):
+            what = f"computes in {info.dtype}, and bundle.dtype is {self.dtype}"
+            raise self.mismatch(what, f"Start it with --dtype {self.dtype}")
         if info.dp_size != 1:
-            self._mismatch(f"has dp_size={info.dp_size}: it cannot take over weights", "--dp-size 1")
+            raise self.mismatch(f"has dp_size={info.dp_size}: it cannot take over weights", "Start it with --dp-size 1")
         if self.settings.deterministic and not info.enable_deterministic_inference:
-            self._mismatch(
+            raise self.mismatch(
                 "ignores seeds, so that the run is not reproducible (or set rollout.deterministic=false)",
-                "--enable-deterministic-inference",
+                "Start it with --enable-deterministic-inference",
             )
         if has_lora and not info.enable_lora:
-            self._mismatch("cannot load adapters", "--enable-lora with --max-lora-rank and --lora-target-modules")
-
-    def _mismatch(self, what: str, wanted: str) -> None:
-        where = f"at rollout.url={self.access.url}" if self.access.url else "that was started"
-        raise IncompatibleError(f"the {self.name} server {where} {what}. Start it with {wanted}")
+            raise self.mismatch(
+                "cannot load adapters", "Start it with --enable-lora with --max-lora-rank and --lora-target-modules"
+            )
 
     def restore(self) -> bool:
         self.is_updating, self.adapter = False, None
@@ -367,11 +358,7 @@ class SGLangServer(HttpServer, TokenServer):
         self.recover()
         self.post_once("/resume_memory_occupation", {})
         if self._checksums() != self.asleep:
-            raise SyncError(f"{self.name} has other weights after its sleep than before: see {self.access.log}")
-
-    def stop(self) -> None:
-        super().stop()
-        self._remove()
+            raise SyncError(f"{self.name} has other weights after its sleep than before: see {self.log}")
 
 
 def check_sampling(params: ARSamplingParams) -> None:

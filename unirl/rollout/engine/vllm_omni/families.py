@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from unirl.rollout.engine.serving.latent_server import LatentFamily
+
 
 @dataclass(frozen=True)
-class OmniFamily:
+class OmniFamily(LatentFamily):
     """One family.
 
     The names of its weights need no table: those of diffusers lead to vLLM-Omni's by program/weights.py.
@@ -15,19 +17,13 @@ class OmniFamily:
 
     pipeline: str
     """The class of its pipeline in vLLM-Omni, or the name by which vLLM-Omni knows the class."""
-    sequence_length: int | None = None
-    """The number of text tokens that the server always encodes. None: that of the request."""
-    packs: bool = False
-    """Its latents are the tokens [H W / p^2, C p^2] that its transformer reads, instead of [C, H, W]."""
-    blank: str = ""
-    """The text in place of an empty prompt."""
     settings: tuple[str, ...] = ()
     """Settings of model_index.json that vLLM-Omni takes as fields of `OmniDiffusionConfig`, if the model has them."""
 
 
 FAMILIES: Mapping[str, OmniFamily] = {
     "sd3": OmniFamily("StableDiffusion3Pipeline"),
-    "qwen_image": OmniFamily("QwenImagePipeline", packs=True, blank=" "),
+    "qwen_image": OmniFamily("QwenImagePipeline", token_side=2, blank=" "),
     "hunyuan_video15": OmniFamily("HunyuanVideo15Pipeline", sequence_length=1000),
     "wan21": OmniFamily("WanPipeline", blank=" "),
     "wan22": OmniFamily("WanPipeline", blank=" ", settings=("boundary_ratio",)),

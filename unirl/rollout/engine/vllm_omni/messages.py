@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from torch import Tensor
 
-from unirl.rollout.engine.serving.latents import LatentRequest
+from unirl.rollout.engine.serving.latent_server import LatentRequest
 from unirl.rollout.engine.vllm_omni.families import OmniFamily
 from unirl.rollout.engine.vllm_omni.program.trajectory import StepWeights
 from unirl.sde.kernels import EulerODE, LinearKernel
@@ -66,7 +66,7 @@ def order(
         "width": params.width,
         "num_frames": params.num_frames,
         "shape": list(facts.latent_shape(params)),
-        "token_side": facts.patch_size if family.packs else None,
+        "token_side": family.token_side,
         "timestep_scale": facts.timestep_scale,
         "sigmas": list(params.sigmas),
         "steps": [[step.on_x, step.on_v, step.std] for step in steps_of(params)],

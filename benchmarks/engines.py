@@ -120,8 +120,7 @@ OMNI_ROLLOUT: Parts = {
     **COMMON,
 }
 OMNI_WEIGHTS: Parts = {
-    "packed": (transports, "packed"),
-    "request joined": (transports, "bucket_body"),
+    "packed": (transports, "pack"),
     "bytes read as tensors": (BucketReader, "tensors"),
     "copied in the server": (fake_omni.FakeOmni, "bucket"),
     "stored in the network": (LatentModel, "store"),

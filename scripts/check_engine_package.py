@@ -102,9 +102,9 @@ class Client:
             return
         plain = http.request
 
-        def request(method: str, path: str, *, content: bytes | None = None, **keys: Any) -> Any:
+        def request(method: str, path: str, *, content: Any = None, **keys: Any) -> Any:
             reply = plain(method, path, content=content, **keys)
-            body = json.loads(content) if content else None
+            body = json.loads(joined(content)) if content else None
             self.exchanges.append(Exchange(method, path, body, reply.status, answer_in(reply)))
             return reply
 
@@ -154,6 +154,11 @@ class Client:
             result["after kill -9"] = str(error).partition(":")[0]
         self.push()
         result["largest_logp_differences"]["after kill -9 and another push"] = self.gap()
+
+
+def joined(content: Any) -> bytes:
+    """The body of a request, which may be in parts."""
+    return content if isinstance(content, bytes) else b"".join(content or ())
 
 
 def answer_in(reply: Any) -> Any:

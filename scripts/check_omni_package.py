@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts.check_diffusion_package import DiffusionClient
-from scripts.check_engine_package import Exchange, Json, classes_of, client_of
+from scripts.check_engine_package import Exchange, Json, classes_of, client_of, joined
 
 PACKAGES = ("vllm-omni", "vllm", "torch", "transformers", "diffusers")
 CASES = (
@@ -59,9 +59,9 @@ class OmniClient(DiffusionClient):
             return
         plain = http.request
 
-        def request(method: str, path: str, *, content: bytes | None = None, **keys: Any) -> Any:
+        def request(method: str, path: str, *, content: Any = None, **keys: Any) -> Any:
             reply = plain(method, path, content=content, **keys)
-            self.exchanges.append(Exchange(method, path, readable(content or b"{}"), reply.status, None))
+            self.exchanges.append(Exchange(method, path, readable(joined(content) or b"{}"), reply.status, None))
             return reply
 
         http.request = request
@@ -71,7 +71,7 @@ def readable(content: bytes) -> Json:
     """A body as JSON. The bytes of a bucket of weights are left out."""
     from unirl.rollout.engine.vllm_omni.program.wire import bucket_parts
 
-    return json.loads(content) if content.startswith(b"{") else bucket_parts(content)[0]
+    return json.loads(content) if content.startswith(b"{") else bucket_parts(memoryview(content))[0]
 
 
 @contextmanager

@@ -12,9 +12,9 @@ from unirl.distributed.weight_sync.fingerprint import fingerprint
 from unirl.rollout.engine.vllm_omni.messages import entries
 from unirl.rollout.engine.vllm_omni.program.trajectory import seeded_draws
 from unirl.rollout.engine.vllm_omni.program.weights import BucketReader, HeldWeights
-from unirl.rollout.engine.vllm_omni.program.wire import bucket_body, bucket_parts
+from unirl.rollout.engine.vllm_omni.program.wire import bucket_head, bucket_parts
 from unirl.rollout.engine.vllm_omni.program.worker import ORDER, Recorder, read_back
-from unirl.rollout.engine.vllm_omni.transports import packed
+from unirl.rollout.engine.vllm_omni.transports import parts
 
 CPU = torch.device("cpu")
 
@@ -91,8 +91,9 @@ def test_a_name_that_the_network_does_not_have_is_refused() -> None:
 def test_a_bucket_in_a_body_has_the_tensors_that_were_packed() -> None:
     sent = {"a": torch.arange(3.0), "b": torch.full((2, 2), 0.5, dtype=torch.bfloat16)}
     places, size = entries(sent, 16)
-    data = packed(sent, places, torch.empty(size, dtype=torch.uint8)).numpy().tobytes()
-    header, content = bucket_parts(bucket_body({"by": "body", "entries": places}, data))
+    body = b"".join([bucket_head({"by": "body", "entries": places}), *parts(sent)])
+    header, content = bucket_parts(memoryview(body))
+    assert len(content) == size and (len(body) - size) % 16 == 0
     arrived = BucketReader(CPU).tensors(header, content)
     assert {name: each.tolist() for name, each in arrived.items()} == {k: v.tolist() for k, v in sent.items()}
     with pytest.raises(ValueError, match="b ends at byte"):

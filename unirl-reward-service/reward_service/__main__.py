@@ -24,8 +24,10 @@ from unirl.config.errors import AddressError, DependencyError, UniRLError, repor
 
 GRACE_S = 1
 """Seconds that responses may take to be sent after the requests in progress have ended."""
-HEAP_THRESHOLD = 2**18
+HEAP_THRESHOLD = 2**22
 """Blocks of at least this many bytes are returned to the system when they are freed."""
+HEAP_FREE = 2**24
+"""Largest number of free bytes at the end of a heap that are kept."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,9 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def return_large_blocks() -> None:
     """Lets the C library return freed bodies and pixels to the system instead of keeping them in its heaps."""
-    mmap_threshold, max_arenas = -3, -8  # M_MMAP_THRESHOLD and M_ARENA_MAX of mallopt(3)
+    trim_threshold, mmap_threshold, max_arenas = -1, -3, -8  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX
     with suppress(AttributeError, OSError):  # only glibc has mallopt
         library = ctypes.CDLL(None)
+        library.mallopt(trim_threshold, HEAP_FREE)
         library.mallopt(mmap_threshold, HEAP_THRESHOLD)
         library.mallopt(max_arenas, 2)
 

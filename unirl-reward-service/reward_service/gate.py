@@ -6,10 +6,10 @@ import hmac
 import logging
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from uuid import uuid4
 
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -21,7 +21,8 @@ log = logging.getLogger("reward_service")
 
 PROBES = ("/live", "/ready")
 """Routes that answer without a token and under any name, since load balancers ask them. They reveal nothing else."""
-REQUEST_ID = "x-request-id"
+HOST, AUTHORIZATION, REQUEST_ID = b"host", b"authorization", b"x-request-id"
+READ = (HOST, AUTHORIZATION, REQUEST_ID)
 PLAIN_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 MAX_DETAIL = 1000
 """Largest number of characters of a refusal, which may repeat what the client has sent."""
@@ -38,21 +39,22 @@ class Gate:
 
     def __init__(self, app: ASGIApp, server: ServerConfig, token: str | None, metrics: Metrics) -> None:
         self._app, self._metrics, self._server = app, metrics, server
+        self._is_own_name = lru_cache(maxsize=256)(lambda header: is_own_name(host_of(header[:300]), server))
         self._expected = None if token is None else f"Bearer {token}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        given = headers.get(REQUEST_ID, "")
+        headers = {name: value for name, value in reversed(scope["headers"]) if name in READ}
+        given = headers.get(REQUEST_ID, b"").decode("latin-1")
         request_id = given if PLAIN_ID.fullmatch(given) else uuid4().hex
         scope["request_id"] = request_id
         begun = time.monotonic()
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(raw=message["headers"])[REQUEST_ID] = request_id
+                message["headers"] = [*message["headers"], (REQUEST_ID, request_id.encode())]
                 route = scope.get("route")
                 self._metrics.requests.labels(getattr(route, "path", "other"), message["status"]).inc()
                 if self._server.log_requests or message["status"] >= 400:
@@ -62,13 +64,13 @@ class Gate:
         refused = None if scope["path"] in PROBES else self._refusal(headers)
         await (refused or self._app)(scope, receive, counted)
 
-    def _refusal(self, headers: Headers) -> Response | None:
+    def _refusal(self, headers: Mapping[bytes, bytes]) -> Response | None:
         """Returns the response to a request that may not pass."""
-        host = host_of(headers.get("host", ""))
-        if not is_own_name(host, self._server):
+        host = headers.get(HOST, b"").decode("latin-1")
+        if not self._is_own_name(host):
             names = ", ".join(self._server.host_names) or "localhost or 127.0.0.1"
-            return refusal(421, "wrong_host", f"Host {host!r}: call {names}, or add it to server.host_names")
-        given = headers.get("authorization", "").encode()
+            return refusal(421, "wrong_host", f"Host {host[:300]!r}: call {names}, or add it to server.host_names")
+        given = headers.get(AUTHORIZATION, b"")
         if self._expected is None or hmac.compare_digest(given, self._expected):
             return None
         answer = refusal(401, "unauthorized", "send the service's token: Authorization: Bearer <token>")

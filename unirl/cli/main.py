@@ -15,9 +15,9 @@ from pathlib import Path
 
 import unirl
 from unirl.cli.start import IMPORTS, SLOW, shown_start
+from unirl.config import plugins, trust
 from unirl.config.errors import ArgumentError, StoppedAtStart, UsageError, did_you_mean
 from unirl.config.failures import Session, failure_of
-from unirl.config.plugins import forget
 from unirl.tracking.streams import say, silence
 
 COMMANDS: Mapping[str, str] = {
@@ -68,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_command(body: Callable[[list[str], Session], int], argv: Sequence[str]) -> int:
     """Runs `body(argv, session)`. Only here does an exception become a message and an exit status."""
     session = Session(argv=tuple(argv))
-    forget()
+    plugins.forget()
+    trust.forget()
     try:
         return body([word for word in argv if word != "--debug"], session)
     except SystemExit as left:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from unirl.cli.arguments import RecipeArguments, parse_recipe, recipe_parser
 from unirl.cli.signals import stoppable_start
 from unirl.config.errors import UsageError
 from unirl.config.failures import Session
 from unirl.config.recipe_files import DOMAIN_OF
+from unirl.tracking.streams import say
+
+if TYPE_CHECKING:
+    from unirl.config.compose import ComposedConfig
 
 EXAMPLES = (
     "unirl train diffusion/quickstart",
@@ -46,9 +51,7 @@ def parsed(train: Entrypoint, domain: str | None = None) -> Callable[[list[str],
         arguments = parse_recipe(parser, argv)
         _check_domain(arguments.recipe, domain)
         if arguments.options.cfg:
-            from unirl.cli.check import checked
-
-            composed = checked(arguments.recipe, arguments.overrides).composed
+            composed = printed(arguments)
             print(composed.text(resolve_all=arguments.options.resolve), end="")
             return 0
         if arguments.options.dry_run:
@@ -60,6 +63,20 @@ def parsed(train: Entrypoint, domain: str | None = None) -> Callable[[list[str],
         return 0
 
     return command
+
+
+def printed(arguments: RecipeArguments) -> ComposedConfig:
+    """The configuration to print: checked, unless a check would import a package of a recipe's `plugins`."""
+    from unirl.cli.check import checked
+    from unirl.config.compose import compose
+    from unirl.config.load import needed_plugins
+
+    composed = compose(arguments.recipe, arguments.overrides)
+    named = [*needed_plugins(composed), *composed.layers[-1].tree.get("plugins", ())]
+    if not named:
+        return checked(arguments.recipe, arguments.overrides).composed
+    say(f"unirl: printed as written and not checked, since a check imports {', '.join(dict.fromkeys(named))}")
+    return composed
 
 
 def domain_of(recipe: str) -> str | None:

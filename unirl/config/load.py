@@ -29,6 +29,7 @@ from unirl.config.recipe_files import RecipeFile, search_path
 from unirl.config.schema import Schema, schema_of
 from unirl.config.targets import check_plugins, find_target
 from unirl.config.toy import toy_layer
+from unirl.config.trust import trusted
 from unirl.config.values import ReadContext, read
 from unirl.types.credit import CreditName
 
@@ -114,7 +115,7 @@ def load(recipe: str, overrides: Sequence[str] = (), search: tuple[Path, ...] | 
 def check(composed: ComposedConfig) -> Recipe:
     """Checks a composed recipe against the classes that it names, after applying scale=toy if it says so."""
     tree = composed.resolved()
-    plugins = _plugins(tree, composed)
+    plugins = _plugins(composed)
     composed = replace(composed, layers=tuple(_used(layer, tree, plugins) for layer in composed.layers))
     refuse_layout_keys(tree)
     if get(tree, "scale") == "toy":
@@ -223,10 +224,23 @@ def data_layer(tree: Tree, recipe: Path) -> ConfigLayer:
     return ConfigLayer("found beside the recipe", paths)
 
 
-def _plugins(tree: Tree, composed: ComposedConfig) -> tuple[str, ...]:
+def needed_plugins(composed: ComposedConfig) -> tuple[str, ...]:
+    """The packages that the files of a recipe name. Naming them does not allow them."""
+    return tuple(name for layer in composed.layers[:-1] for name in _plugins_of(layer, composed))
+
+
+def _plugins(composed: ComposedConfig) -> tuple[str, ...]:
+    """The packages that the recipe may use. Nothing of them is imported here."""
+    typed, needed = _plugins_of(composed.layers[-1], composed), needed_plugins(composed)
+    where = next((layer.place("plugins") for layer in reversed(composed.layers[:-1]) if "plugins" in layer.tree), "")
+    allowed = trusted(typed, needed, f" ({where})" if where else "")
+    check_plugins(tuple(dict.fromkeys((*typed, *needed))))
+    return allowed
+
+
+def _plugins_of(layer: ConfigLayer, composed: ComposedConfig) -> tuple[str, ...]:
     context = ReadContext("plugins", composed.where, (), lambda value, expected, context: value)
-    plugins: tuple[str, ...] = read(tree.get("plugins", []), tuple[str, ...], context)
-    check_plugins(plugins)
+    plugins: tuple[str, ...] = read(layer.tree.get("plugins", []), tuple[str, ...], context)
     return plugins
 
 

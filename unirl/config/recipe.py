@@ -212,11 +212,12 @@ class RunSettings:
     keep_checkpoints: NonNegative = 3
     """The newest checkpoints to keep, counted after a new one is published; 0 = keep all."""
     resume: str = "auto"
-    """auto = continue the run of the run directory, or start it; latest; none; or the path of a checkpoint."""
+    """auto = continue the run of the run directory, or start it; latest; none; or the path or URL of a checkpoint."""
     scale: Literal["full", "toy"] = "full"
     """toy = the same recipe with small values, which runs on a CPU in seconds."""
     plugins: tuple[str, ...] = ()
-    """Packages other than unirl whose classes a `_target_` may name."""
+    """Packages other than unirl whose classes a `_target_` may name. A file says what it needs; only the command line,
+    UNIRL_PLUGINS or ~/.config/unirl/plugins allows it."""
 
     @property
     def runtime_in_use(self) -> Literal["local", "ray"]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 from unirl.algorithms.base import StageAlgorithm
@@ -42,6 +43,8 @@ from unirl.tracking.owner import OwnershipLostError
 from unirl.tracking.run_directory import RunDirectory
 from unirl.tracking.tracker import Tracker
 from unirl.train.backend.checkpoint import CheckpointStore, ResumePoint
+from unirl.train.backend.remote import RemoteCheckpoints
+from unirl.train.backend.signing import read_key
 from unirl.train.backend.snapshots import LIVE
 from unirl.train.configs import EmaLoraConfig
 from unirl.train.parity import ParityGate
@@ -79,7 +82,7 @@ def build_trainer(
     is_own_run = tracker is None
     root = run_root(recipe) if tracker is None else tracker.run.root
     # A run that may not start leaves no folder.
-    checkpoints = CheckpointStore(root / "checkpoints", keep=recipe.config.keep_checkpoints)
+    checkpoints = store_of(recipe.config, root)
     judged = checkpoints.listing()
     resume = resume_point(checkpoints, recipe.config.resume)
     check_resumable(resume, checkpoints.directory, recipe)
@@ -255,6 +258,7 @@ def assemble(
         environment=environment(next(iter(learners.values())).roles.train_ranks),
         chosen=chosen,
         checkpoints=checkpoints,
+        copies=remote_copies(config),
         saves_in_background=config.checkpoint.asynchronous,
         resume=resume,
         resume_command=continuation(recipe, tracker.run.root),
@@ -285,6 +289,27 @@ def assemble(
         credit_rule=recipe.credit,
     )
     return trainer
+
+
+def store_of(config: RecipeConfig, root: Path) -> CheckpointStore:
+    """The checkpoints of the run in `root`. Raises ConfigError (2004) if there is no key to sign them with."""
+    source = config.checkpoint.signing_key
+    return CheckpointStore(
+        root / "checkpoints",
+        keep=config.keep_checkpoints,
+        keep_every=config.checkpoint.keep_every,
+        key=None if source is None else read_key(source, "checkpoint.signing_key"),
+    )
+
+
+def remote_copies(config: RecipeConfig) -> RemoteCheckpoints | None:
+    """The place where checkpoints are copied, known to be writable. Raises CheckpointError (7003) if it is not."""
+    url = config.checkpoint.copy_to
+    if url is None:
+        return None
+    copies = RemoteCheckpoints(url, keep=config.keep_checkpoints, keep_every=config.checkpoint.keep_every)
+    copies.check()
+    return copies
 
 
 def estimator_of(recipe: Recipe) -> AdvantageEstimator:

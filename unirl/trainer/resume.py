@@ -13,6 +13,7 @@ from unirl.config.merge import Tree, get, leaves
 from unirl.config.recipe import RecipeConfig, policy_keys
 from unirl.config.values import show
 from unirl.train.backend.checkpoint import CheckpointStore, ResumePoint, open_checkpoint
+from unirl.train.backend.remote import RemoteCheckpoints, is_url
 from unirl.train.backend.state import check_trained_weights, read_counters
 from unirl.train.configs import LoraConfig
 from unirl.trainer.run_state import policy_folder, read_state
@@ -56,6 +57,8 @@ RESULT_NEUTRAL = (
 )
 """Keys that may change between a checkpoint and its continuation without changing results but by rounding."""
 
+FETCHED = ".fetched-checkpoints"
+"""The folder beside run directories that holds checkpoints from URLs."""
 ABSENT = object()
 SHOWN_CHANGES = 4
 """Number of changed keys that a refusal lists, classes first."""
@@ -76,8 +79,12 @@ def resume_point(store: CheckpointStore, resume: str) -> ResumePoint:
                 "overwrite: choose another run.dir, or continue with resume=auto"
             )
         return ResumePoint(None)
+    if is_url(resume):
+        cache = store.directory.parent.parent / FETCHED
+        fetched = RemoteCheckpoints(resume, setting="resume").fetch_newest(cache)
+        return ResumePoint(open_checkpoint(fetched, healthy=True, key=store.key))
     if resume not in ("auto", "latest"):
-        return ResumePoint(open_checkpoint(resume, healthy=True))
+        return ResumePoint(open_checkpoint(resume, healthy=True, key=store.key))
     latest = store.latest_valid(healthy=True)
     if latest.checkpoint is None and latest.skipped:
         raise CheckpointError(

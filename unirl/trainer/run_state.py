@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,8 +20,9 @@ from unirl.config.errors import DivergenceError, Interrupted, Preempted, ResumeE
 from unirl.config.merge import Tree
 from unirl.plan.threads import Recorded
 from unirl.train.backend.base import TrainBackend
-from unirl.train.backend.checkpoint import Checkpoint, CheckpointStore, ResumePoint, still_there
+from unirl.train.backend.checkpoint import Checkpoint, CheckpointStore, ResumePoint, checkpoint_name, still_there
 from unirl.train.backend.health import STATE_FILE, listed
+from unirl.train.backend.remote import RemoteCheckpoints
 from unirl.trainer.saving import BackgroundSave
 from unirl.types.device import accelerator, device_name
 from unirl.types.protocols import State, Stateful
@@ -67,6 +69,10 @@ class RunState:
     """Write and publish checkpoints while the run goes on (checkpoint.asynchronous)."""
     saving: BackgroundSave | None = None
     """The save that is under way."""
+    copies: RemoteCheckpoints | None = None
+    """Where published checkpoints are copied (checkpoint.copy_to)."""
+    uncopied: UniRLError | None = None
+    """The error of the last copy, if it failed. Training goes on; the run ends with it unless a later copy works."""
     step: int = 0
     """Steps finished; the number of the step that runs next."""
     chosen: dict[str, Any] = field(default_factory=dict)
@@ -106,9 +112,21 @@ class RunState:
             (folder / STATE_FILE).write_text(text)
             if self.saves_in_background:
                 backends = [policy.backend for policy in self.policies.values()]
-                self.saving = BackgroundSave(self.step, staged.pop_all(), list(folders.values()), backends).start()
+                copy = partial(self._copy, self.step)
+                self.saving = BackgroundSave(
+                    self.step, staged.pop_all(), list(folders.values()), backends, copy
+                ).start()
                 return
-        self.tracker.event("ckpt.commit", step=self.step)
+        self._note_published(self.step, self._copy(self.step))
+
+    def _copy(self, step: int) -> UniRLError | None:
+        """Copy a published checkpoint. Returns the error if that failed."""
+        if self.copies is not None:
+            try:
+                self.copies.copy(self.checkpoints.directory / checkpoint_name(step))
+            except UniRLError as error:
+                return error
+        return None
 
     def _check_finite(self, policy: str, backend: TrainBackend) -> None:
         """Refuse to publish weights, moments or snapshots with NaN or infinite elements.
@@ -135,17 +153,19 @@ class RunState:
     def check_saving(self) -> None:
         """Note a save that was published in the background. Raises the error of one that failed."""
         if self.saving is not None and self.saving.is_published():
-            self._note_published(self.saving)
+            self.finish_saving()
 
     def finish_saving(self) -> None:
-        """Wait until the save under way is published. Raises its error if it failed."""
+        """Wait until the save under way is published and copied. Raises its error if it could not be published."""
         if self.saving is not None:
-            self.saving.finish()
-            self._note_published(self.saving)
+            saving, self.saving = self.saving, None
+            self._note_published(saving.step, saving.finish())
 
-    def _note_published(self, saving: BackgroundSave) -> None:
-        self.saving = None
-        self.tracker.event("ckpt.commit", step=saving.step)
+    def _note_published(self, step: int, failure: UniRLError | None) -> None:
+        self.tracker.event("ckpt.commit", step=step)
+        self.uncopied = failure
+        if failure is not None:
+            self.tracker.warn(f"{checkpoint_name(step)} was not copied: {failure}")
 
     @contextmanager
     def saved_at_the_end(self) -> Iterator[None]:
@@ -157,6 +177,8 @@ class RunState:
                 self.saving.leave(error)
             raise
         self.finish_saving()
+        if self.uncopied is not None:
+            raise self.uncopied
 
     def stopped_by(self, signum: int) -> UniRLError:
         """The error that ends the run after a signal: Ctrl-C, or the signal of a scheduler."""

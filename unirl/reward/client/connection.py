@@ -162,8 +162,8 @@ class Connection(HttpClient):
             message = f"{reply.status}: {reply.body[:200].decode(errors='replace')}"
         reply.raise_if_retryable(message, pause_s=1.0)
         raise (TooLarge if reply.status == 413 else RewardError)(
-            f"the reward service at {self.config.base_url} refuses: {message}{request}. Correct the request, the token or "
-            f"the service, and try: unirl reward ping {self.config.base_url}"
+            f"the reward service at {self.config.base_url} refuses: {message}{request}. Correct the request, the token "
+            f"or the service, and try: unirl reward ping {self.config.base_url}"
         )
 
     def unreachable(self, attempts: int, seconds: float, last: object) -> RewardError:

@@ -12,7 +12,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -153,24 +153,30 @@ class FakeOmni:
     def open_buffer(self, handle: Mapping[str, Any]) -> None:
         self.reader.open_buffer(handle)
 
-    def bucket(self, bucket: Mapping[str, Any], body: bytes) -> None:
-        tensors = {name: tensor.clone() for name, tensor in self.reader.tensors(bucket, body).items()}
-        if self.adapter is None:
-            unknown = sorted(set(tensors) - set(self.model.parameters()))
-            if unknown:
-                raise KeyError(f"{type(self.model.network).__name__} has no parameter for {unknown[0]}")
-        self.received |= tensors
+    def bucket(self, bucket: Mapping[str, Any], body: memoryview) -> None:
+        tensors = self.reader.tensors(bucket, body)
+        if self.fault == "wrong-dtype":
+            tensors = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
+        if self.adapter is not None:
+            self.received |= {name: tensor.clone() for name, tensor in tensors.items()}
+            return
+        parameters = self.model.parameters()
+        unknown = sorted(set(tensors) - set(parameters))
+        if unknown:
+            raise KeyError(f"{type(self.model.network).__name__} has no parameter for {unknown[0]}")
+        self.received |= {name: parameters[name] for name in tensors}
+        if not self._is_stale:
+            with self.lock:
+                self.model.store(tensors)
+
+    @property
+    def _is_stale(self) -> bool:
+        return self.fault == "stale-weights" and self.num_transfers > 0
 
     def end(self) -> Mapping[str, Fingerprint]:
-        is_stale = self.fault == "stale-weights" and self.num_transfers > 0
-        received = self.received
-        if self.fault == "wrong-dtype":
-            received = {name: tensor.to(torch.bfloat16) for name, tensor in received.items()}
-        with self.lock:
-            if not is_stale and self.adapter is not None:
-                self.model.load_adapter(received, self.adapter["r"], self.adapter["lora_alpha"])
-            elif not is_stale:
-                self.model.store(received)
+        if self.adapter is not None and not self._is_stale:
+            with self.lock:
+                self.model.load_adapter(self.received, self.adapter["r"], self.adapter["lora_alpha"])
         self.num_transfers += 1
         self.name = self.next_name
         return self.held()
@@ -195,7 +201,7 @@ def broken(handler: Handler, fault: str | None) -> Handler:
     cut = {"half-answer": 0.5, "close": 0.0}.get(fault or "")
     counter = itertools.count(1)
 
-    def answer(body: bytes) -> WireReply:
+    def answer(body: memoryview) -> WireReply:
         reply = handler(body)
         return replace(reply, cut=cut) if cut is not None and next(counter) % EVERY == 0 else reply
 
@@ -211,6 +217,5 @@ def fake_vllm_omni(model: ServedModel, port: int, words: Sequence[str], fault: s
     """
     fake = FakeOmni(latent_model(model), model.path, fault)
     routes = dict(Wire(fake).routes())
-    sample: Callable[[bytes], WireReply] = routes["POST", "/sample"]
-    routes["POST", "/sample"] = broken(sample, fault)
+    routes["POST", "/sample"] = broken(routes["POST", "/sample"], fault)
     return wire_server(port, routes)

@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from unirl.config.errors import EngineError, IncompatibleError, InvalidValueError, WeightsLostError
-from unirl.config.http import PROBE_TIMEOUT_S, HttpClient, Reply, RequestFailed, ServerBusy
+from unirl.config.http import PROBE_TIMEOUT_S, Content, HttpClient, Reply, RequestFailed, ServerBusy
 from unirl.models.base import Pipeline
 from unirl.rollout.engine.serving.process import LOOPBACK, ServerProcess, free_port
 from unirl.rollout.engine.serving.server import Server
@@ -137,7 +137,7 @@ class HttpServer(Server):
         """One attempt. Raises RequestFailed or ServerBusy if another one may succeed, else EngineError."""
         return self.post_bytes(path, msgspec.json.encode(body), "application/json", timeout_s)
 
-    def post_bytes(self, path: str, content: bytes, content_type: str, timeout_s: float | None = None) -> Reply:
+    def post_bytes(self, path: str, content: Content, content_type: str, timeout_s: float | None = None) -> Reply:
         """As `post`, for a body of any type."""
         headers = {"Content-Type": content_type}
         reply = self.http.request("POST", path, content=content, headers=headers, timeout_s=timeout_s)

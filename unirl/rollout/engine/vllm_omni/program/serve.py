@@ -89,8 +89,8 @@ class OmniBackend:
     def open_buffer(self, handle: Mapping[str, Any]) -> None:
         self._call("unirl_open", handle)
 
-    def bucket(self, bucket: Mapping[str, Any], body: bytes) -> None:
-        self._call("unirl_bucket", bucket, body)
+    def bucket(self, bucket: Mapping[str, Any], body: memoryview) -> None:
+        self._call("unirl_bucket", bucket, bytes(body))
 
     def end(self) -> Mapping[str, Fingerprint]:
         return self._call("unirl_end")

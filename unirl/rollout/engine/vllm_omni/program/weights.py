@@ -41,10 +41,11 @@ class BucketReader:
         """Open the buffer of the client: CUDA IPC, or a file in shared memory."""
         self.buffer = open_buffer(dict(handle), self.device)
 
-    def tensors(self, bucket: Mapping[str, Any], body: bytes) -> dict[str, Tensor]:
-        """The tensors of a bucket by name. Those of a shared buffer must be read before the request is answered."""
+    def tensors(self, bucket: Mapping[str, Any], body: bytes | memoryview) -> dict[str, Tensor]:
+        """The tensors of a bucket by name, as views. They must be read before the request is answered."""
         if bucket["by"] == "body":
-            data = torch.frombuffer(bytearray(body), dtype=torch.uint8)
+            view = memoryview(body)
+            data = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
         elif self.buffer is None:
             raise ValueError("no shared buffer was opened")
         else:

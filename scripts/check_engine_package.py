@@ -54,6 +54,7 @@ RANDOM = re.compile(r"-[0-9a-f]{8}\b")
 """The random parts of the names of requests and weights."""
 KINDS = ("full", "merged", "adapters")
 CHECKS = {
+    "openai": "check_openai_package",
     "sglang": "check_diffusion_package",
     "sglang_llm_images": "check_image_package",
     "vllm_omni": "check_omni_package",

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from unirl.rollout.engine.vllm_omni.program.listener import WireServer
+from unirl.testing.conformance.openai import fake_openai
 from unirl.testing.conformance.served import RECIPES, ServedModel
 from unirl.testing.conformance.sglang import fake_sglang_diffusion
 from unirl.testing.conformance.sglang_llm import fake_sglang
@@ -40,6 +41,14 @@ def sglang(
     words = [*flags, "--enable-memory-saver", "--enable-weights-cpu-backup"]
     words += ["--enable-deterministic-inference"] if seeds else []
     with running(fake_sglang(ServedModel.of_recipe(recipe, path, dtype), 0, words, fault)) as url:
+        yield url
+
+
+@contextmanager
+def openai(fault: str | None = None, *flags: str, logprobs: str = "processed_logprobs") -> Iterator[str]:
+    """A fake vLLM server of the tiny Qwen3. Yields its address."""
+    words = [*flags, "--logprobs-mode", logprobs]
+    with running(fake_openai(ServedModel.of_recipe(RECIPES["openai"]), 0, words, fault)) as url:
         yield url
 
 

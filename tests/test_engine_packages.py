@@ -159,12 +159,12 @@ def test_the_fake_diffusion_server_answers_with_the_keys_of_the_real_one(diffusi
 
 def test_the_real_diffusion_server_was_as_exact_as_two_forwards_in_fp32_are() -> None:
     results = DIFFUSION["live"]["results"]
-    assert {name.partition(",")[0] for name in results} == {"sd3", "flux2_klein"}
+    assert {name.partition(",")[0] for name in results} == {"sd3", "flux2_klein", "qwen_image"}
     for name, result in results.items():
         if name.endswith("bf16"):
             continue
         assert max(result["largest_logp_differences"].values()) < 1e-6
-        assert result["euler_path"]["difference"] < 1e-6 * (1 + result["euler_path"]["largest_latent"])
+        assert result["euler_path"]["difference"] < 2e-6 * (1 + result["euler_path"]["largest_latent"])
 
 
 # vLLM-Omni

@@ -81,6 +81,8 @@ class EngineUse:
     """The setting backend.lora_cfg.alpha if adapters are sent. None: whole weights are."""
     model_path: str | None
     """The setting bundle.path. None: the bundle has none."""
+    num_weights: int
+    """The number of different weights that the run samples from, one after the other."""
 
 
 class DedicatedEngine(RolloutEngine):

@@ -25,6 +25,13 @@ TOKENS: Mapping[str, str] = {
     "other-colours": "reads the colours of the images of prompts in another order",
     "version-skew": "samples the last token of a response from weights of another name",
 }
+OPENAI: Mapping[str, str] = {
+    "text-only": "answers with texts, without token ids",
+    "no-logprobs": "reports no log-probs",
+    "fewer-rows": "answers with no response",
+    "other-name": "answers with another model than the one that was asked",
+    "no-dev-mode": "has no endpoints for weights and sleep",
+}
 LATENTS: Mapping[str, str] = {
     "other-sigmas": "samples at the noise levels of another schedule, and reports them",
     "other-steps": "makes one stochastic step fewer than it was asked for",
@@ -37,6 +44,7 @@ LATENTS: Mapping[str, str] = {
 }
 FAULTS: Mapping[str, Mapping[str, str]] = {
     "sglang_llm": {**COMMON, **TOKENS},
+    "openai": {**COMMON, **TOKENS, **OPENAI},
     "sglang": {**COMMON, **LATENTS},
     "vllm_omni": {**COMMON, **LATENTS},
 }

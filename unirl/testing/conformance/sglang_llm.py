@@ -89,7 +89,7 @@ class FakeSGLang:
         if fault == "other-model":
             self.scheduler.bend = lambda logits: logits.roll(1, dims=1)
         if fault == "other-temperature":
-            self.scheduler.log_probs = lambda logits, temperature: tempered(logits, 2 * (temperature or 1.0))
+            self.scheduler.log_probs = lambda logits, params: tempered(logits, 2 * (params.temperature or 1.0))
 
     def routes(self) -> Routes:
         """The paths that it answers."""
@@ -308,7 +308,7 @@ class FakeSGLang:
         if body.get("action", "checksum") != "checksum":
             raise Refused(f"Unsupported action={body['action']!r}")
         with self.scheduler.between_requests():
-            checksums = self.model.checksums()
+            checksums = {name: digest[:16] for name, digest in self.model.checksums().items()}
         whole = hashlib.sha256("".join(f"{name}{checksums[name]}" for name in sorted(checksums)).encode()).hexdigest()
         place = {"role": "target", **dict.fromkeys(("tp_rank", "dp_rank", "pp_rank", "rank"), 0)}
         place |= dict.fromkeys(("tp_size", "dp_size", "pp_size", "size"), 1)

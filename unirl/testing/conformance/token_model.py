@@ -57,9 +57,9 @@ class TokenModel:
             parameter.data.fill_(0.123)
 
     def checksums(self) -> dict[str, str]:
-        """The first 16 digits of the SHA-256 of every tensor as SGLang stores it.
+        """The SHA-256 of every tensor as SGLang and vLLM store it.
 
-        It joins layers, and pads the vocabulary with zeros to a multiple of 64 tokens.
+        They join layers, and pad the vocabulary with zeros to a multiple of 64 tokens.
         """
         joined: dict[str, list[Tensor]] = {}
         for name, parameter in self.parameters.items():
@@ -124,5 +124,5 @@ def joined_name(name: str) -> str:
 
 
 def digest(tensor: Tensor) -> str:
-    """The first 16 digits of the SHA-256 of a tensor's bytes."""
-    return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()[:16]
+    """The SHA-256 of a tensor's bytes."""
+    return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()

@@ -64,6 +64,11 @@ class DecodedRow:
             self.ending = "length"
 
 
+def of_all_tokens(logits: Tensor, params: ARSamplingParams) -> Tensor:
+    """Log-probs [B, V] of the tempered distribution, before top_k and top_p."""
+    return tempered(logits, params.temperature)
+
+
 class TokenScheduler:
     """Samples the next token of all requests in one forward, in a thread of its own."""
 
@@ -74,8 +79,8 @@ class TokenScheduler:
         self.is_paused = False
         self.bend: Callable[[Tensor], Tensor] = lambda logits: logits
         """Changes the logits, for a fault."""
-        self.log_probs: Callable[[Tensor, float], Tensor] = tempered
-        """Computes the log-probs that are reported, from logits [B, V] and a temperature."""
+        self.log_probs: Callable[[Tensor, ARSamplingParams], Tensor] = of_all_tokens
+        """Computes the log-probs that are reported, from logits [B, V] and the settings of the response."""
         self.running: list[DecodedRow] = []
         self.changed = threading.Condition()
         threading.Thread(target=self._run, name="scheduler", daemon=True).start()
@@ -137,7 +142,7 @@ class TokenScheduler:
             logits[:, list(row.ends)] = -torch.inf
         uniform = row.uniforms[len(row.tokens)][None]
         token = int(sample_tokens(tempered(logits, row.params.temperature), uniform, row.params))
-        reported = self.log_probs(logits, row.params.temperature)[0]
+        reported = self.log_probs(logits, row.params)[0]
         row.append(token, float(reported[token]), reported[list(row.scored)].tolist(), self.version)
 
     def _end(self, row: DecodedRow, ending: str) -> None:

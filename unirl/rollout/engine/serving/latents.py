@@ -29,6 +29,7 @@ from unirl.rollout.engine.serving.latent_server import (
     LatentAnswer,
     LatentRequest,
     LatentServer,
+    check_images,
     check_length,
     check_noise,
     served_family,
@@ -85,6 +86,7 @@ class LatentServingEngine(ServingEngine):
         server = cls.server_class
         family = served_family(server.name, server.families, facts.family)
         params = sampling_as(DiffusionSamplingParams, sampling, f"{server.name} samples with")
+        check_images(server.name, facts)
         check_noise(server.name, params)
         server.check_levels(params)
         if settings["program"] != FAKE:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
 from unirl.config.errors import InvalidValueError
 from unirl.rollout.engine.environments import ENVIRONMENTS
 from unirl.rollout.engine.serving.in_flight import InFlight
 
+ServerTransport = Literal["http", "ipc"]
+"""The ways of weights from an engine to its server: in requests, or through memory that both share."""
 FAKE = "fake"
 """The program of UniRL that speaks the protocol of a server."""
 TOY: Mapping[str, object] = {"program": FAKE, "url": None, "python_executable": None, "engine_args": {}}

@@ -381,6 +381,8 @@ def test_the_value_loss_has_its_published_value() -> None:
     metrics = values(result.metrics)
     assert metrics["train/value_loss"] == pytest.approx(2.0, rel=1e-12)  # max(4, 1.44) / 2
     assert metrics["train/value_clip_fraction"] == 1.0
+    linear = replace(algorithm, value_huber=0.5).loss(stage, track, (0,))
+    assert values(linear.metrics)["train/value_loss"] == pytest.approx(0.875)  # 0.5 (2 - 0.25)
     (slope,) = torch.autograd.grad(result.loss / algorithm.count(track), stage.value)
     assert slope.tolist() == pytest.approx([0.5 * 2.0], rel=1e-12)
 

@@ -72,6 +72,29 @@ def test_at_ratio_one_the_gradient_is_minus_advantage_times_grad_log_prob(kernel
         assert torch.allclose(have, want, rtol=1e-4, atol=1e-5 * float(want.abs().max()))
 
 
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("differentiated", ["both", "conditional"])
+def test_the_gradient_of_guidance_goes_through_the_branches_of_the_recipe(passes: int, differentiated: str) -> None:
+    """Against the sum over the branches, each with its own forward, in which v_uncond is a constant or not."""
+    stage = toy_stage()
+    guided = toy_params(guidance_scale=4.5, guidance_passes=passes, guidance_gradient=differentiated)
+    track = toy_track(stage, params=guided)
+    result, segment, total = gradient(DiffusionGRPO(), stage, track), track.segment, torch.zeros(())
+    for step in STEPS:
+        x, sigma, sigma_next = segment.latents_at(step), segment.sigmas[step], segment.sigmas[step + 1]
+        cond, uncond = (
+            stage.denoiser.velocity(x, sigma.expand(len(x)), {"text": track.conditions[name]})
+            for name in ("text", "negative_text")
+        )
+        constant = uncond if differentiated == "both" else uncond.detach()
+        move = FlowSDEStrategy().transition(x, constant + 4.5 * (cond - constant), sigma, sigma_next)
+        logp = torch.distributions.Normal(move.mean, move.std).log_prob(segment.latents_at(step + 1))
+        total = total - (track.advantages * logp.flatten(1).mean(1)).sum()
+    expected = torch.autograd.grad(total, list(stage.denoiser.parameters()))  # type: ignore[attr-defined]
+    for have, want in zip(result, expected, strict=True):
+        assert torch.allclose(have, want, rtol=1e-4, atol=1e-5 * float(want.abs().max()))
+
+
 def test_off_policy_the_loss_is_the_papers_clipped_mean() -> None:
     behaviour, stage = toy_stage(seed=0), toy_stage(seed=1)
     track = toy_track(behaviour)

@@ -300,6 +300,7 @@ def test_needs_and_anchors() -> None:
         {"gamma": 1.1},
         {"vf_coef": 0.0},
         {"value_clip": 0.0},
+        {"value_huber": 0.0},
         {"clip_range": 0.0},
         {"kl_in": "reward", "kl_coef": 0.1},
     ],

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.functional import huber_loss
 
 from unirl.algorithms.shared.critic import (
     DenseLayout,
@@ -194,6 +195,19 @@ def test_without_movement_or_without_clip_it_is_half_the_squared_error() -> None
         assert torch.allclose(result, 0.5 * (v - returns).square())
         (grad,) = torch.autograd.grad(result.sum(), v)
         assert torch.allclose(grad, (v - returns).detach())
+
+
+@pytest.mark.parametrize("clip", [None, 0.3])
+def test_the_huber_loss_is_that_of_torch(clip: float | None) -> None:
+    v, old, returns = normal(200).requires_grad_(), normal(200, seed=1), normal(200, seed=2)
+    result = value_loss(v, old, returns, clip, huber=0.7)
+    expected = huber_loss(v, returns, reduction="none", delta=0.7)
+    if clip is not None:
+        clipped = torch.minimum(torch.maximum(v, old - clip), old + clip)
+        expected = torch.maximum(expected, huber_loss(clipped, returns, reduction="none", delta=0.7))
+    assert torch.allclose(result, expected, rtol=1e-12)
+    slope, wanted = (torch.autograd.grad(loss.sum(), v)[0] for loss in (result, expected))
+    assert torch.allclose(slope, wanted, rtol=1e-12) and float(slope.abs().max()) == pytest.approx(0.7)
 
 
 def test_explained_variance_follows_from_the_metrics_of_any_micro_batches() -> None:

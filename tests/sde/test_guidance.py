@@ -191,6 +191,13 @@ def test_what_has_no_negative_twin_is_shown_to_both_branches(passes: int) -> Non
     assert shown.flatten().tolist() == [*range(B), *range(B)]
 
 
+def test_an_unknown_branch_of_the_gradient_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"sampling.guidance_gradient='unconditional' must be one of: both, conditional"
+    ):
+        Guidance().with_gradient("unconditional")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: type(k).__name__)
 def test_kinds_are_values(kind: Guidance) -> None:
     assert pickle.loads(pickle.dumps(kind)) == kind and kind.at(1.0) == kind

@@ -1,10 +1,13 @@
 """What a request pins: the schedule, and MixGRPO-Flash's short tail of it."""
 
+from dataclasses import replace
+
 import pytest
 
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.sde.schedule import SigmaSchedule, static_shift
 from unirl.sde.steps import ProgressiveWindow
+from unirl.testing.toy import toy_facts
 from unirl.types.sampling import DiffusionSamplingParams
 
 T = 25
@@ -40,6 +43,25 @@ def test_the_tail_is_the_models_schedule_of_an_even_grid() -> None:
     start = 1 - 8 / T  # the grid position of the last level that is kept
     expected = [static_shift(start * (1 - j / 6), 3.0) for j in range(1, 7)]
     assert pinned.sigmas[9:] == pytest.approx(expected, abs=1e-7)
+
+
+def test_the_grid_of_the_recipe_replaces_that_of_the_model() -> None:
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    params = DiffusionSamplingParams(kernel=FlowSDEStrategy(), height=4, width=4)  # 10 steps
+    assert params.sigma_grid is None and toy_facts().pinned(params, 0).sigmas == levels(10)
+    pinned = toy_facts().pinned(replace(params, sigma_grid="diffusers"), 0)
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler.set_timesteps(10)
+    assert pinned.sigmas == pytest.approx(scheduler.sigmas.tolist(), abs=3e-7)
+    assert toy_facts().pinned(pinned, 0).sigmas == pinned.sigmas, "a pinned request keeps its levels"
+
+
+def test_an_explicit_schedule_has_no_grid() -> None:
+    with pytest.raises(ValueError, match=r"sampling\.sigma_grid .* remove one of them"):
+        DiffusionSamplingParams(
+            kernel=FlowSDEStrategy(), num_inference_steps=2, sigmas=(1.0, 0.5, 0.0), sigma_grid="diffusers"
+        )
 
 
 def test_a_fraction_of_one_keeps_the_schedule() -> None:

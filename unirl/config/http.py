@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import ssl
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from unirl.config.errors import ConfigError
 
@@ -24,6 +24,11 @@ MAX_PAUSE_S: Final = 10.0
 """Longest pause between two attempts, in seconds."""
 MAX_BODY_BYTES: Final = 64 * 2**20
 """Largest response body that is read, in bytes."""
+
+
+PIECE_BYTES: Final = 2**18
+Content = bytes | Sequence[bytes | memoryview]
+"""The body of a request: all bytes, or parts of it. A memoryview has single bytes."""
 
 
 class RequestFailed(Exception):
@@ -103,17 +108,25 @@ class HttpClient:
         method: str,
         path: str,
         *,
-        content: bytes | None = None,
+        content: Content | None = None,
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> Reply:
-        """Returns the response to one attempt. Raises RequestFailed when there is none, or it is too large."""
+        """Returns the response to one attempt. Raises RequestFailed when there is none, or it is too large.
+
+        Args:
+            content: the body. The parts of a sequence are sent one after another, without joining them in memory.
+        """
         import httpx2
 
+        parts: Any = content
+        if content is not None and not isinstance(content, bytes):
+            headers = {**(headers or {}), "Content-Length": str(sum(map(len, content)))}
+            parts = pieces(content)
         timeout = httpx2.USE_CLIENT_DEFAULT if timeout_s is None else timeout_s
         body = bytearray()
         try:
-            with self._http.stream(method, path, content=content, headers=headers, timeout=timeout) as response:
+            with self._http.stream(method, path, content=parts, headers=headers, timeout=timeout) as response:
                 for piece in response.iter_bytes():
                     body += piece
                     if len(body) > MAX_BODY_BYTES:
@@ -136,6 +149,13 @@ def trusted(ca_file: str | None) -> ssl.SSLContext | bool:
         return ssl.create_default_context(cafile=ca_file)
     except OSError as error:  # ssl.SSLError is one
         raise ConfigError(f"ca_file={ca_file!r} has no certificate that can be read: {error}") from error
+
+
+def pieces(parts: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
+    """The bytes of all parts in pieces that fit in the cache of a processor, since the client copies each of them."""
+    for part in parts:
+        for start in range(0, len(part), PIECE_BYTES):
+            yield memoryview(part)[start : start + PIECE_BYTES]
 
 
 def read_token(token_file: str | None) -> str | None:

@@ -10,7 +10,7 @@
 
 The facts of a model have its kind of guidance at scale 1; sampling makes a copy with the method `at`. Conditions of the
 unconditional branch have the prefix `negative_`. A condition without a negative one is used in both branches. Both
-branches get gradients.
+branches get gradients, or only the conditional one (`gradient`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.linalg import vector_norm
 
 from unirl.sde.kernels import check_choice
 from unirl.types.conditions import Conditions, ScaleCondition, TextEmbedCondition
+from unirl.types.protocols import GuidanceGradient
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -45,6 +46,8 @@ class Guidance:
     """w; 1 = no guidance, which needs no negative condition."""
     passes: int = 1
     """1 = one forward pass of a doubled batch; 2 = two forward passes with half the peak memory."""
+    gradient: GuidanceGradient = "both"
+    """With `conditional`, v_uncond is detached: a constant of the gradient."""
 
     def at(self, scale: float, scale_2: float | None = None, passes: int = 1) -> Self:
         """The same kind at another scale. Raises ValueError if the model does not support it."""
@@ -54,6 +57,11 @@ class Guidance:
             )
         return replace(self, scale=scale, passes=passes)
 
+    def with_gradient(self, gradient: GuidanceGradient) -> Self:
+        """The same kind, with gradients through one branch or both. Raises ValueError for another word."""
+        check_choice("sampling.guidance_gradient", gradient, get_args(GuidanceGradient))
+        return replace(self, gradient=gradient)
+
     @property
     def active(self) -> bool:
         """True if there is an unconditional branch."""
@@ -62,6 +70,10 @@ class Guidance:
     def off(self) -> Guidance:
         """The same kind without the unconditional branch."""
         return replace(self, scale=1.0)
+
+    def scale_at(self, sigma: float) -> float:
+        """The scale at a noise level; 1 = no guidance there."""
+        return self.scale
 
     def combine(
         self, uncond: Float[Tensor, "B *latent"], cond: Float[Tensor, "B *latent"], sigma: Float[Tensor, "B"]
@@ -90,10 +102,14 @@ class Guidance:
         if not self.active:
             return network(x, sigma, feeds[0])
         if self.passes == 2:
-            uncond, cond = network(x, sigma, feeds[0]), network(x, sigma, feeds[1])
-        else:
-            uncond, cond = network(torch.cat([x, x]), torch.cat([sigma, sigma]), feeds[0]).chunk(2)
-        return self.combine(uncond, cond, sigma)
+            uncond = self._differentiated(network(x, sigma, feeds[0]))
+            return self.combine(uncond, network(x, sigma, feeds[1]), sigma)
+        uncond, cond = network(torch.cat([x, x]), torch.cat([sigma, sigma]), feeds[0]).chunk(2)
+        return self.combine(self._differentiated(uncond), cond, sigma)
+
+    def _differentiated(self, uncond: Tensor) -> Tensor:
+        # Gradients stay enabled in the forward pass: autocast would keep weights that it casts without gradients.
+        return uncond if self.gradient == "both" else uncond.detach()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +194,10 @@ class RenormGuidance(Guidance):
         has_guidance = ((sigma > low) & (sigma <= high)).view(-1, 1, 1, 1)
         return torch.where(has_guidance, guided * factor, cond)
 
+    def scale_at(self, sigma: float) -> float:
+        low, high = self.interval
+        return self.scale if low < sigma <= high else 1.0
+
     def norms(self, v: Float[Tensor, "B C H W"]) -> Float[Tensor, "B 1 _ _"]:
         """The norms that are compared, in a shape that broadcasts over `v`."""
         if self.renorm != "global":
@@ -224,6 +244,9 @@ class ExpertGuidance(Guidance):
 
     def off(self) -> Guidance:
         return replace(self, scale=1.0, scale_2=1.0)
+
+    def scale_at(self, sigma: float) -> float:
+        return self.scale if sigma >= self.boundary else self.scale_2
 
     def combine(
         self, uncond: Float[Tensor, "B *latent"], cond: Float[Tensor, "B *latent"], sigma: Float[Tensor, "B"]

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Literal, get_args
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Literal, Self, get_args
 
 import torch
 from torch import Tensor
 
 from unirl.sde.kernels import check_choice
+from unirl.types.protocols import SigmaGrid
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
 Dynamic = Literal["off", "exponential", "linear"]
 MuRule = Literal["line", "flux2"]
-Grid = Literal["clean", "diffusers", "unipc"]
 
 NUM_TRAIN_TIMESTEPS = 1000
 """The training grid of diffusers' flow schedulers; its finest level is 1 / 1000."""
@@ -62,7 +62,7 @@ class SigmaSchedule:
     max_image_seq_len: int = 4096
     shift_terminal: float | None = None
     """If set, the levels are stretched so that the last one above 0 is this; absent or 0 = no stretch."""
-    grid: Grid = "clean"
+    grid: SigmaGrid = "clean"
     """Levels before the shift. `clean` has 1 - i / T. `diffusers` ends at the finest training level, which is already
     shifted and so is shifted twice: diffusers does this if it gets no sigmas, and the published SD3 runs of Flow-GRPO
     used it. `unipc` has T + 1 levels from 1 to 1 / 1000 and sets the last one to 0: `UniPCMultistepScheduler` of
@@ -71,7 +71,7 @@ class SigmaSchedule:
     def __post_init__(self) -> None:
         check_choice("SigmaSchedule.dynamic", self.dynamic, get_args(Dynamic))
         check_choice("SigmaSchedule.mu", self.mu, get_args(MuRule))
-        check_choice("SigmaSchedule.grid", self.grid, get_args(Grid))
+        check_choice("SigmaSchedule.grid", self.grid, get_args(SigmaGrid))
         if not 0.0 < self.shift < math.inf:
             raise ValueError(f"SigmaSchedule.shift={self.shift} must be a positive number; 1 = no shift")
         if self.base_image_seq_len == self.max_image_seq_len:
@@ -85,7 +85,7 @@ class SigmaSchedule:
             )
 
     @classmethod
-    def from_diffusers(cls, config: Mapping[str, object], *, grid: Grid = "clean") -> SigmaSchedule:
+    def from_diffusers(cls, config: Mapping[str, object], *, grid: SigmaGrid = "clean") -> SigmaSchedule:
         """The schedule of a config of `FlowMatchEulerDiscreteScheduler`, or of UniPC with flow sigmas (grid `unipc`).
 
         Raises ValueError for an option that `SigmaSchedule` does not have.
@@ -105,6 +105,10 @@ class SigmaSchedule:
             grid, values["shift"] = "unipc", config.get("flow_shift", 1.0)
         dynamic = config.get("time_shift_type", "exponential") if config.get("use_dynamic_shifting") else "off"
         return cls(dynamic=dynamic, grid=grid, **values)  # type: ignore[arg-type]  # checked by __post_init__
+
+    def on_grid(self, grid: SigmaGrid) -> Self:
+        """The same schedule with other levels before the shift."""
+        return replace(self, grid=grid)
 
     def sigmas(
         self, num_inference_steps: int, image_seq_len: int | None = None

@@ -113,10 +113,10 @@ class LatentFacts(ModelFacts):
         params = sampling_as(DiffusionSamplingParams, sampling, f"{self.family} samples with")
         if params.sigmas is not None:
             return params.pinned(step, params.sigmas)
-        seq_len = self.image_seq_len(params)
+        schedule, seq_len = self.schedule_of(params), self.image_seq_len(params)
 
         def levels(num_steps: int) -> tuple[float, ...]:
-            return tuple(self.schedule.sigmas(num_steps, seq_len).tolist())
+            return tuple(schedule.sigmas(num_steps, seq_len).tolist())
 
         return params.pinned(step, levels(params.num_inference_steps), levels)
 
@@ -125,6 +125,7 @@ class LatentFacts(ModelFacts):
         params = sampling_as(DiffusionSamplingParams, sampling, f"{self.family} samples with")
         self.latent_shape(params)
         self.guidance_of(params)
+        self.schedule_of(params)
         for name, side in (("height", params.height), ("width", params.width)):
             if self.largest_side is not None and side > self.largest_side:
                 raise ValueError(
@@ -134,7 +135,12 @@ class LatentFacts(ModelFacts):
 
     def guidance_of(self, params: DiffusionSamplingParams) -> GuidanceLike:
         """The guidance at the scales of `params`. Raises ValueError if the model does not support it."""
-        return self.guidance.at(params.guidance_scale, params.guidance_scale_2, params.guidance_passes)
+        guidance = self.guidance.at(params.guidance_scale, params.guidance_scale_2, params.guidance_passes)
+        return guidance.with_gradient(params.guidance_gradient)
+
+    def schedule_of(self, params: DiffusionSamplingParams) -> SigmaScheduleLike:
+        """The schedule of the model on the grid of `params`. Raises ValueError for an unknown grid."""
+        return self.schedule if params.sigma_grid is None else self.schedule.on_grid(params.sigma_grid)
 
     def latent_shape(self, params: DiffusionSamplingParams) -> tuple[int, ...]:
         """Latent shape: [C, H, W] for images, [C, F, H, W] for videos. Raises ValueError if the size does not fit."""

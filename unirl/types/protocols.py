@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 PromptT = TypeVar("PromptT")
 OldLogp = Literal["native", "replay", "none"]
 """native: the engine reports them. replay: it reports what the trainer needs to compute them. none: neither."""
+SigmaGrid = Literal["clean", "diffusers", "unipc"]
+"""Noise levels before the shift; see `SigmaSchedule.grid`."""
+GuidanceGradient = Literal["both", "conditional"]
+"""The branches of guidance through which gradients flow."""
 State = dict[str, Any]
 """State that can be written as JSON: numbers, strings, booleans, None, and lists or mappings of these."""
 
@@ -78,6 +82,9 @@ class StepChoice(Protocol):
 class SigmaScheduleLike(Protocol):
     """The noise levels of a model."""
 
+    def on_grid(self, grid: SigmaGrid) -> Self:
+        """The same schedule with other levels before the shift."""
+
     def sigmas(self, num_inference_steps: int, image_seq_len: int) -> Tensor:
         """[T + 1] float32, decreasing, last entry 0."""
 
@@ -92,8 +99,14 @@ class GuidanceLike(Protocol):
     def at(self, scale: float, scale_2: float | None = None, passes: int = 1) -> Self:
         """The same kind at another scale. Raises ValueError if the model does not support it."""
 
+    def with_gradient(self, gradient: GuidanceGradient) -> Self:
+        """The same kind, with gradients through one branch or both."""
+
     def off(self) -> GuidanceLike:
         """The same kind without the unconditional branch."""
+
+    def scale_at(self, sigma: float) -> float:
+        """The scale at a noise level; 1 = no guidance there."""
 
     def combine(self, uncond: Tensor, cond: Tensor, sigma: Tensor) -> Tensor:
         """The guided velocity [B, *latent] from those of both branches at noise levels `sigma` [B]."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar, Protocol, Self, TypeVar, runtime_checkable
 
-from unirl.types.protocols import DtypeName, Kernel, StepChoice
+from unirl.types.protocols import DtypeName, GuidanceGradient, Kernel, SigmaGrid, StepChoice
 
 
 @runtime_checkable
@@ -89,6 +89,8 @@ class DiffusionSamplingParams:
     """w below the boundary of a model with two experts; absent = guidance_scale."""
     guidance_passes: int = 1
     """1 = one forward pass of a doubled batch; 2 = two forward passes with half the peak memory."""
+    guidance_gradient: GuidanceGradient = "both"
+    """Branches of guidance that training differentiates: both, or with `conditional` only the one with the prompt."""
     negative_prompt: str = ""
     """Prompt of the unconditional pass of guidance."""
     seed: int = 42
@@ -105,6 +107,9 @@ class DiffusionSamplingParams:
     """Fraction of the steps after the last stochastic one that are taken: MixGRPO-Flash (arXiv:2507.21802, 3.3)."""
     sigmas: tuple[float, ...] | None = None
     """Explicit schedule of T + 1 values that ends in 0; absent = the schedule of the model."""
+    sigma_grid: SigmaGrid | None = None
+    """Levels before the shift of the schedule: `clean` (1 - i / T), those of `diffusers`, whose last level is shifted
+    twice, or those of `unipc`; absent = the grid of the model."""
     max_sequence_length: int = 256
     """Largest number of tokens for the text encoder with the longest context."""
     trajectory_dtype: DtypeName = "fp32"
@@ -143,6 +148,11 @@ class DiffusionSamplingParams:
             raise ValueError(
                 "sampling.tail_fraction shortens the schedule of the model, but sampling.sigmas replaces it: "
                 "remove one of them"
+            )
+        if self.sigma_grid is not None and self.sigmas is not None:
+            raise ValueError(
+                "sampling.sigma_grid changes the schedule of the model, but sampling.sigmas replaces it: remove one of "
+                "them"
             )
         if self.tail_fraction is not None and not 0.0 < self.tail_fraction <= 1.0:
             raise ValueError(
@@ -199,6 +209,7 @@ class DiffusionSamplingParams:
             num_inference_steps=len(short) - 1,
             sigmas=short,
             sde_indices=chosen,
+            sigma_grid=None,
             sde_steps=None,
             tail_fraction=None,
         )

@@ -54,6 +54,8 @@ class Critic(StageAlgorithm[StageT, SegmentT]):
     """Factor of the value loss. The value head has its own weights and optimizer group."""
     value_clip: float | None = 0.2
     """Largest distance of V from V_old in the loss, in units of the outcome; null = no clip."""
+    value_huber: float | None = None
+    """Error of V beyond which the value loss is linear (Huber), in units of the outcome; null = squared everywhere."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,6 +63,7 @@ class Critic(StageAlgorithm[StageT, SegmentT]):
             check_key(0.0 <= value <= 1.0, f"algorithm.{name}", "lie in [0, 1]", value, "1 is usual")
         check_above(0.0, "without a value head, use DiffusionGRPO or ARGRPO", vf_coef=self.vf_coef)
         check_above(0.0, "write null for no clip", value_clip=self.value_clip)
+        check_above(0.0, "write null for the squared error", value_huber=self.value_huber)
 
     @property
     def needs(self) -> Needs:
@@ -83,7 +86,7 @@ class Critic(StageAlgorithm[StageT, SegmentT]):
         weights: Float[Tensor, "*elements"],
     ) -> tuple[Float[Tensor, "*elements"], Metrics]:
         """The value loss per element, before the factor vf_coef, and its metrics, without elements of weight 0."""
-        losses = value_loss(values, old, returns, self.value_clip)
+        losses = value_loss(values, old, returns, self.value_clip, self.value_huber)
         metrics = value_metrics(values, returns, losses, weights)
         if self.value_clip is not None:
             with torch.no_grad():
@@ -229,19 +232,28 @@ def value_loss(
     old_values: Float[Tensor, "*elements"],
     returns: Float[Tensor, "*elements"],
     clip: float | None = None,
+    huber: float | None = None,
 ) -> Float[Tensor, "*elements"]:
-    """Squared error of V per element, to be summed by the caller; with a clip the larger of two errors.
+    """Loss of V per element, to be summed by the caller; with a clip the larger of two losses.
 
-    L = max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2
+    L = max(l(V - R), l(clip(V, V_old - clip, V_old + clip) - R)),  l(e) = e^2 / 2
+    with huber h: l(e) = h (|e| - h / 2) where |e| > h
 
-    The clip comes from the first implementations of PPO; Engstrom et al. 2020 (arXiv:2005.12729), section 3. Old values
-    and returns are detached here.
+    The clip comes from the first implementations of PPO; Engstrom et al. 2020 (arXiv:2005.12729), section 3. The linear
+    part is that of Huber 1964 (doi:10.1214/aoms/1177703732). Old values and returns are detached here.
     """
     returns, old = returns.detach(), old_values.detach()
-    error = (values - returns).square()
+    losses = _error_loss(values - returns, huber)
     if clip is not None:
-        error = torch.maximum(error, (values.clamp(old - clip, old + clip) - returns).square())
-    return 0.5 * error
+        losses = torch.maximum(losses, _error_loss(values.clamp(old - clip, old + clip) - returns, huber))
+    return losses
+
+
+def _error_loss(error: Float[Tensor, "*elements"], huber: float | None) -> Float[Tensor, "*elements"]:
+    squared = 0.5 * error.square()
+    if huber is None:
+        return squared
+    return torch.where(error.abs() > huber, huber * (error.abs() - 0.5 * huber), squared)
 
 
 @torch.no_grad()

@@ -105,11 +105,11 @@ class LatentPipeline(ABC, Generic[LatentBundleT]):
         return conditions
 
     def sigmas(self, params: DiffusionSamplingParams) -> Tensor:
-        """Sigmas [T + 1] float32: the explicit schedule of `params`, or the model's own."""
+        """Sigmas [T + 1] float32: the explicit schedule of `params`, or that of the model."""
         if params.sigmas is not None:
             return torch.tensor(params.sigmas, dtype=torch.float32)
         seq_len = self.facts.image_seq_len(params)
-        return self.facts.schedule.sigmas(params.num_inference_steps, seq_len)
+        return self.facts.schedule_of(params).sigmas(params.num_inference_steps, seq_len)
 
     def generate(self, req: RolloutReq, chunk_size: int) -> RolloutResp:
         """Sample all rows of a request with pinned sampling settings, about `chunk_size` rows per forward."""

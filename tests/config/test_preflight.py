@@ -406,7 +406,7 @@ def test_what_servers_cannot_take_over_is_refused_before_they_start(recipe, word
 
 
 def test_a_folder_by_whose_name_sglang_knows_no_model_is_refused_before_it_starts(tmp_path):
-    use = EngineUse(num_devices=1, adapter_alpha=None, model_path=str(tmp_path))
+    use = EngineUse(num_devices=1, adapter_alpha=None, model_path=str(tmp_path), num_weights=2)
     SGLangRolloutEngine.check_use({"url": None, "model_id": "stable-diffusion-3.5-medium"}, use)
     SGLangRolloutEngine.check_use({"url": "http://127.0.0.1:9", "model_id": None}, use)
     with pytest.raises(IncompatibleError, match=rf"bundle\.path={tmp_path} is a folder.* Set rollout\.model_id"):

@@ -47,17 +47,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield each
 
 
-@pytest.mark.parametrize("transport", ["http", "ipc"])
-def test_weights_arrive_by_each_transport(tmp_path, transport) -> None:
-    """On a CPU: a request, and a file in shared memory. The fingerprints are those of the server's network."""
-    with fake() as url, serving(tmp_path, url=url, transport=transport) as served:
-        served.push()
-        for seed in range(2):
-            served.train(seed)
-            served.push()
-        assert served.log_prob_gap(served.asking()) < ATOL
-
-
 @pytest.mark.parametrize(
     "changes",
     [

@@ -411,7 +411,14 @@ def check_server(config: RecipeConfig, plan: PlacementPlan) -> None:
     if isinstance(engine, UsesServers):
         sends_adapters = config.lora is not None and not config.merges_adapters
         alpha = config.lora.require("alpha", float) if config.lora is not None and sends_adapters else None
-        engine.check_use(config.rollout.values, EngineUse(len(plan.rollout), alpha, config.model_path))
+        use = EngineUse(len(plan.rollout), alpha, config.model_path, num_weights_of(config))
+        engine.check_use(config.rollout.values, use)
+
+
+def num_weights_of(config: RecipeConfig) -> int:
+    """The number of different weights from which a run samples: those of the steps, and of evaluations after them."""
+    published = -(-config.num_rollouts // config.weight_sync_interval)
+    return published + (1 if config.evaluation.eval_steps else 0)
 
 
 def check_model(config: RecipeConfig, variable: str | None) -> None:

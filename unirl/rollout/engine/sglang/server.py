@@ -25,10 +25,11 @@ from unirl.rollout.engine.serving.latent_server import (
     check_density,
 )
 from unirl.rollout.engine.serving.process import LOOPBACK, free_port
-from unirl.rollout.engine.serving.settings import InstalledServerSettings
+from unirl.rollout.engine.serving.settings import InstalledServerSettings, ServerTransport
 from unirl.rollout.engine.serving.sigma_verify import UsedSettings
 from unirl.rollout.engine.sglang import messages
 from unirl.rollout.engine.sglang.families import FAMILIES
+from unirl.rollout.engine.sglang.shared_file import SharedFile
 from unirl.rollout.engine.sglang_llm.messages import Outcome
 from unirl.rollout.engine.sglang_llm.server import Program
 from unirl.types.device import CPU
@@ -58,6 +59,9 @@ class SGLangDiffusionSettings(InstalledServerSettings):
     lora_merge_mode: LoraMergeMode = "dynamic"
     """The word dynamic adds adapters in every forward, in their own dtype. The word merge adds them to the weights,
     which is faster and rounds small updates away in bfloat16; auto lets SGLang choose."""
+    transport: ServerTransport = "http"
+    """The way of weights from the engine to its server. http: in requests. ipc: a file in the main memory of the
+    machine, which both must share. Adapters travel in requests."""
     verify_weights: bool = True
     """Compare a checksum of the server's weights after every rollout, since its answers do not name the weights. It
     reads all weights of the trained module."""
@@ -89,6 +93,8 @@ class SGLangDiffusionServer(LatentServer):
         """Tensors of fused layers whose other parts are still under way."""
         self.adapter_tensors: dict[str, Tensor] = {}
         """The adapter that is under way, by the names of its tensors in requests."""
+        self.file = SharedFile(folder / "sent", messages.MODULE) if settings.transport == "ipc" else None
+        """The way of whole weights if `rollout.transport` is ipc."""
         self.checksum = ""
         """The checksum of the server's weights after the last transfer."""
         self.checksum_of: dict[str, str] = {}
@@ -221,10 +227,14 @@ class SGLangDiffusionServer(LatentServer):
         if self._sends_adapter:
             self.hashes |= {name: messages.tensor_hash(tensor) for name, tensor in named.items()}
             self.adapter_tensors |= messages.copied(named)
+            return
+        whole, waiting = self.family.joined({**self.parts, **named})
+        self.hashes |= {name: messages.tensor_hash(tensor) for name, tensor in whole.items()}
+        self.parts = messages.copied(waiting)
+        if self.file is not None:
+            self.file.write(named)
+            self._change("/update_weights_from_disk", messages.weights_from_folder(self.file.folder))
         else:
-            whole, waiting = self.family.joined(self.parts | named)
-            self.hashes |= {name: messages.tensor_hash(tensor) for name, tensor in whole.items()}
-            self.parts = messages.copied(waiting)
             self._change("/update_weights_from_tensor", messages.weights_from_tensors(named))
 
     def end_weights(self) -> None:

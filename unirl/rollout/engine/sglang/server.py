@@ -89,7 +89,7 @@ class SGLangDiffusionServer(LatentServer):
         self.extra_words = option_words(settings.engine_args)
         self.hashes: dict[str, str] = {}
         """The hashes of the tensors of the last transfer, by their names in requests."""
-        self.parts: Mapping[str, Tensor] = {}
+        self.parts: dict[str, Tensor] = {}
         """Tensors of fused layers whose other parts are still under way."""
         self.adapter_tensors: dict[str, Tensor] = {}
         """The adapter that is under way, by the names of its tensors in requests."""

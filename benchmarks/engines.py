@@ -137,6 +137,14 @@ CASES = (
         SGLANG_ROLLOUT,
         SGLANG_WEIGHTS,
     ),
+    Case(
+        "sglang ipc",
+        SGLangRolloutEngine,
+        fake_servers.sglang_diffusion,
+        {"model_id": MODEL_ID, "transport": "ipc"},
+        {},
+        SGLANG_WEIGHTS,
+    ),
     Case("vllm_omni", *OMNI, {"transport": "http"}, OMNI_ROLLOUT, OMNI_WEIGHTS),
     Case("vllm_omni ipc", *OMNI, {"transport": "ipc"}, {}, OMNI_WEIGHTS),
 )

@@ -26,8 +26,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import date
@@ -45,7 +45,7 @@ PICTURES, TEXT = "diffusion/sd3_trainside", str(ROOT / "tests/trainer/text_loop.
 MODES = {
     "local": Run(PICTURES, 8, (*COMMON, "scale=toy", "checkpoint.asynchronous=false")),
     "asynchronous": Run(PICTURES, 8, (*COMMON, "scale=toy", "checkpoint.asynchronous=true")),
-    "llm": Run(TEXT, 8, (*COMMON, "checkpoint.asynchronous=true")),
+    "llm": Run(TEXT, 8, (*COMMON, "checkpoint.asynchronous=true", "plugins=[tests]")),
     "ray": Run(PICTURES, 8, (*COMMON, "scale=toy", "num_devices=2", "stall_timeout_s=60", "restarts.max=9")),
 }
 FULL = 7
@@ -176,15 +176,16 @@ def main() -> int:
         past = {record["trial"] for record in known if record["mode"] == mode}
         numbers = [number for number in range(options.trials) if number not in past]
         if numbers and time.monotonic() < end:
-            records += trials_of(mode, numbers, options.seed, options.jobs, end)
-            write(records, options.seed, out)
+            for record in trials_of(mode, numbers, options.seed, options.jobs, end):
+                records.append(record)
+                write(records, options.seed, out)
     equal = sum(record["equal"] for record in records)
     print(f"{equal} of {len(records)} runs equal to the undisturbed one")
     return 0 if equal == len(records) else 1
 
 
-def trials_of(mode: str, numbers: list[int], seed: int, jobs: int, end: float) -> list[dict[str, object]]:
-    """The records of the trials that could begin before `end`."""
+def trials_of(mode: str, numbers: list[int], seed: int, jobs: int, end: float) -> Iterator[dict[str, object]]:
+    """The records of the trials that could begin before `end`, as they end."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, ThreadPoolExecutor(jobs) as pool:
         scratch = Path(folder)
         unkilled = Unkilled.of(MODES[mode], scratch / "unkilled")
@@ -192,7 +193,10 @@ def trials_of(mode: str, numbers: list[int], seed: int, jobs: int, end: float) -
         def one(number: int) -> dict[str, object] | None:
             return trial(mode, number, seed, unkilled, scratch) if time.monotonic() < end else None
 
-        return [record for record in pool.map(one, numbers) if record is not None]
+        for done in as_completed([pool.submit(one, number) for number in numbers]):
+            record = done.result()
+            if record is not None:
+                yield record
 
 
 def share_of(records: list[dict[str, object]]) -> str:

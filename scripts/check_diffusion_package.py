@@ -22,6 +22,7 @@ from scripts.check_engine_package import PAYLOAD, Client, Exchange, Json, classe
 CLASSES = {
     "/rollout/generate": "RolloutRequest",
     "/update_weights_from_tensor": "UpdateWeightFromTensorReqInput",
+    "/update_weights_from_disk": "UpdateWeightFromDiskReqInput",
     "/update_weights_from_tensor_checker": "UpdateWeightFromTensorCheckerReqInput",
     "/get_weights_checksum": "GetWeightsChecksumReqInput",
     "/release_memory_occupation": "ReleaseMemoryOccupationReqInput",
@@ -32,12 +33,15 @@ PACKAGES = ("sglang", "torch", "transformers", "diffusers")
 SIDE = 64
 """Pixels of the samples of a real server."""
 CASES = (
-    ("sd3", "full", "fp32"),
-    ("sd3", "adapters", "fp32"),
-    ("flux2_klein", "merged", "fp32"),
-    ("sd3", "full", "bf16"),
+    ("sd3", "full", "http", "fp32"),
+    ("sd3", "adapters", "http", "fp32"),
+    ("flux2_klein", "merged", "http", "fp32"),
+    ("qwen_image", "full", "http", "fp32"),
+    ("qwen_image", "adapters", "http", "fp32"),
+    ("sd3", "full", "http", "bf16"),
+    ("sd3", "full", "ipc", "fp32"),
 )
-"""Families, kinds of weights and dtypes for which the real server is started."""
+"""Families, kinds of weights, transports and dtypes for which the real server is started."""
 KLEIN_TEXT_LAYERS = 36
 """SGLang joins the hidden states of layers 9, 18 and 27 of Klein's text encoder, so the tiny one needs as many."""
 
@@ -120,15 +124,18 @@ def requests_of_the_engine() -> list[Exchange]:
     from tests.fake_servers import sglang_diffusion
 
     exchanges: list[Exchange] = []
-    for kind in ("full", "adapters"):
+    for kind, transport in (("full", "http"), ("adapters", "http"), ("full", "ipc")):
         with (
             sglang_diffusion() as url,
             tempfile.TemporaryDirectory() as folder,
-            diffusion_client("sd3", kind, Path(folder), program="fake", url=url) as each,
+            diffusion_client("sd3", kind, Path(folder), program="fake", url=url, transport=transport) as each,
         ):
             each.use_all_requests()
             each.engine.generate(each.request(sde_indices=()))
             exchanges += each.exchanges
+    for exchange in exchanges:
+        if exchange.path == "/update_weights_from_disk":
+            exchange.body["model_path"] = "model"  # a temporary folder
     return exchanges
 
 
@@ -191,14 +198,14 @@ def live(python: str, settings: Mapping[str, Any]) -> Json:
     """Start the real server with tiny models, and compare it with the trainer."""
     results: Json = {}
     answers: Json = {}
-    for family, kind, dtype in CASES:
+    for family, kind, transport, dtype in CASES:
         with tempfile.TemporaryDirectory() as folder:
-            path, length = Path(folder) / "model", {"sd3": 256, "flux2_klein": 512}[family]
+            path, length = Path(folder) / "model", {"sd3": 256, "flux2_klein": 512, "qwen_image": 64}[family]
             write_model(family, path)
-            own = {"python_executable": python, "concurrency": 2, **settings}
+            own = {"python_executable": python, "concurrency": 2, "transport": transport, **settings}
             run = diffusion_client(family, kind, Path(folder), dtype, str(path), length, **own)
             with run as each:
-                name = f"{family}, {kind}, {dtype}"
+                name = f"{family}, {kind}, {transport}, {dtype}"
                 results[name] = checked(each, with_kill=not results)
                 print(name, json.dumps(results[name]), flush=True)
                 for exchange in each.exchanges:
@@ -209,12 +216,27 @@ def live(python: str, settings: Mapping[str, Any]) -> Json:
 
 def write_model(family: str, folder: Path) -> None:
     """The tiny model of a family as a folder."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     bundle, pipeline = classes_of(family)
     pipeline(bundle(path="toy", dtype="fp32")).write_model({}, folder)
-    if family != "flux2_klein":
-        return
+    change = {"flux2_klein": add_text_layers, "qwen_image": untie_text_encoder}.get(family)
+    if change is not None:
+        change(folder)
+
+
+def untie_text_encoder(folder: Path) -> None:
+    """Store the head of the text encoder, which SGLang looks for, although that of the tiny model is tied."""
+    from safetensors.torch import load_file, save_file
+
+    [file] = (folder / "text_encoder").glob("*.safetensors")
+    tensors = load_file(file)
+    [embeddings] = [tensor for name, tensor in tensors.items() if name.endswith("embed_tokens.weight")]
+    save_file(tensors | {"lm_head.weight": embeddings.clone()}, file, {"format": "pt"})
+
+
+def add_text_layers(folder: Path) -> None:
+    """Give the text encoder of Klein as many layers as SGLang reads."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     config = AutoConfig.from_pretrained(folder / "text_encoder")
     config.num_hidden_layers = KLEIN_TEXT_LAYERS
     config.layer_types = ["full_attention"] * KLEIN_TEXT_LAYERS

@@ -29,11 +29,18 @@ def running(server: WireServer) -> Iterator[str]:
 
 
 @contextmanager
-def sglang(fault: str | None = None, *flags: str, seeds: bool = True, dtype: DtypeName = "fp32") -> Iterator[str]:
-    """A fake SGLang server of the tiny Qwen3. Yields its address."""
+def sglang(
+    fault: str | None = None,
+    *flags: str,
+    seeds: bool = True,
+    dtype: DtypeName = "fp32",
+    recipe: str = RECIPES["sglang_llm"],
+    path: str = "toy",
+) -> Iterator[str]:
+    """A fake SGLang server of the tiny model of a recipe. Yields its address."""
     words = [*flags, "--enable-memory-saver", "--enable-weights-cpu-backup"]
     words += ["--enable-deterministic-inference"] if seeds else []
-    with running(fake_sglang(ServedModel.of_recipe(RECIPES["sglang_llm"], dtype=dtype), 0, words, fault)) as url:
+    with running(fake_sglang(ServedModel.of_recipe(recipe, path, dtype), 0, words, fault)) as url:
         yield url
 
 

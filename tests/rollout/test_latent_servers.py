@@ -149,6 +149,17 @@ def test_settings_that_the_server_does_not_have_are_refused(served, changes, say
         served.sampled(served.asking(**changes))
 
 
+@pytest.mark.parametrize("transport", ["http", "ipc"])
+def test_weights_arrive_by_each_transport(kind, tmp_path, transport) -> None:
+    """On a CPU: a request, and memory that both share. What arrived is read back from the server's network."""
+    with kind.fake() as url, kind.serving(tmp_path, url=url, transport=transport) as served:
+        served.push()
+        for seed in range(2):
+            served.train(seed)
+            served.push()
+        assert served.log_prob_gap(served.asking()) < kind.atol
+
+
 # Mistakes of a server
 
 
@@ -216,11 +227,11 @@ def test_a_server_that_is_gone_is_named(kind, tmp_path) -> None:
         assert process.wait(60) == -signal.SIGKILL
 
 
-KILLED = [(SGLANG, {}), (OMNI, {"transport": "http"}), (OMNI, {"transport": "ipc"})]
+KILLED = [(kind, {"transport": transport}) for kind in (SGLANG, OMNI) for transport in ("http", "ipc")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "keys"), KILLED, ids=["sglang", "vllm_omni http", "vllm_omni ipc"])
+@pytest.mark.parametrize(("kind", "keys"), KILLED, ids=["sglang http", "sglang ipc", "vllm_omni http", "vllm_omni ipc"])
 def test_a_killed_server_gets_its_weights_again_and_gives_the_same_samples(kind, keys, tmp_path) -> None:
     """kill -9 within a rollout: the engine asks for the weights, and the rollout is repeated with the same seeds."""
     with kind.serving(tmp_path, max_restarts=1, **keys) as served:

@@ -118,27 +118,24 @@ class Intake:
             RequestRefused: 400 the body is cut off or damaged, 408 it came too slowly, 413 it is too large,
                 415 its encoding is not supported, 422 it does not have the form of the wire, 503 no memory at present.
         """
-        body = await self._read(request, share)
-        values = json_values(body) if content_type == JSON else 0
-        charged = len(body) + values * JSON_VALUE_BYTES
-        share.take(charged)
-        if len(body) <= INLINE_BYTES:
-            parsed = parse(body, content_type)
+        body = await self._read(request, content_type, share)
+        if body.length <= INLINE_BYTES:
+            parsed = parse(body.content, content_type)
         else:
             async with self._parsers.slot(share.client):
-                parsed = await asyncio.to_thread(parse, body, content_type)
-        share.give(len(body))
+                parsed = await asyncio.to_thread(parse, body.content, content_type)
+        share.give(body.length)
         share.take(parsed.extra_bytes)
         return parsed.samples
 
-    async def _read(self, request: Request, share: MemoryShare) -> bytes:
+    async def _read(self, request: Request, content_type: str, share: MemoryShare) -> Body:
         """Returns the unpacked body."""
         encoding = request.headers.get("content-encoding", "identity").lower()
         if encoding not in ("identity", "gzip"):
             raise RequestRefused(415, "unsupported_type", f"content-encoding {encoding!r}: send gzip or none")
         self._check_declared(request.headers.get("content-length"))
         unpacker = Unpacker(self._parsers, share.client) if encoding == "gzip" else None
-        body, pace, more = Body(self._limits, share), Pace(self._limits), True
+        body, pace, more = Body(self._limits, content_type, share), Pace(self._limits), True
         while more:
             piece, more = await pace.next(request)
             if unpacker is None:
@@ -148,7 +145,7 @@ class Intake:
                 body.add(plain)
         if unpacker is not None:
             unpacker.check_end()
-        return body.joined()
+        return body
 
     def _check_declared(self, declared: str | None) -> None:
         """Raises RequestRefused (413) at once when more is declared than may come."""
@@ -160,23 +157,32 @@ class Intake:
 
 
 class Body:
-    """The pieces of an unpacked body, which are charged when they are added."""
+    """An unpacked body, which is charged piece by piece: its bytes, and what will be parsed from them."""
 
-    def __init__(self, limits: LimitsConfig, share: MemoryShare) -> None:
+    def __init__(self, limits: LimitsConfig, content_type: str, share: MemoryShare) -> None:
         self._limits, self._share = limits, share
-        self._pieces: list[bytes] = []
-        self._length = 0
+        self._is_json, self._values = content_type == JSON, 0
+        self.content: bytes | bytearray = b""
+
+    @property
+    def length(self) -> int:
+        return len(self.content)
 
     def add(self, piece: bytes) -> None:
         """Raises RequestRefused: 413 the body is too large, 503 no memory at present."""
-        self._length += len(piece)
-        if self._length > self._limits.body_bytes:
+        if self.length + len(piece) > self._limits.body_bytes:
             raise too_large(self._limits)
-        self._share.take(len(piece))
-        self._pieces.append(piece)
-
-    def joined(self) -> bytes:
-        return self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        values = json_values(piece) if self._is_json else 0
+        self._values += values
+        if self._values > MAX_JSON_VALUES:
+            raise RequestRefused(413, "too_large", f"the body has more than {MAX_JSON_VALUES} values: send fewer items")
+        self._share.take(2 * len(piece) + values * JSON_VALUE_BYTES)
+        if not self.content:
+            self.content = piece
+            return
+        if isinstance(self.content, bytes):
+            self.content = bytearray(self.content)
+        self.content += piece
 
 
 class Unpacker:
@@ -243,15 +249,12 @@ def too_large(limits: LimitsConfig) -> RequestRefused:
     return RequestRefused(413, "too_large", f"the body is larger than {limits.body_mb:g} MiB: send fewer items at once")
 
 
-def json_values(body: bytes) -> int:
-    """Returns an upper bound of the number of values in a JSON body. Raises RequestRefused (413)."""
-    count = 1 + sum(body.count(mark) for mark in (b",", b"[", b"{"))
-    if count > MAX_JSON_VALUES:
-        raise RequestRefused(413, "too_large", f"the body has more than {MAX_JSON_VALUES} values: send fewer items")
-    return count
+def json_values(piece: bytes) -> int:
+    """Returns an upper bound of the number of values that begin in a piece of a JSON body, the first one left out."""
+    return sum(piece.count(mark) for mark in (b",", b"[", b"{"))
 
 
-def parse(body: bytes, content_type: str) -> Parsed:
+def parse(body: bytes | bytearray, content_type: str) -> Parsed:
     """Returns the samples in a body. Raises RequestRefused: 400 it is not a message, 422 it has another form."""
     try:
         request = decode(ReceivedRequest, body, content_type)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -72,7 +73,7 @@ def printed(arguments: RecipeArguments) -> ComposedConfig:
     from unirl.config.load import needed_plugins
 
     composed = compose(arguments.recipe, arguments.overrides)
-    named = [*needed_plugins(composed), *composed.layers[-1].tree.get("plugins", ())]
+    named = needed_plugins(replace(composed, layers=(*composed.layers, composed.layers[-1])))
     if not named:
         return checked(arguments.recipe, arguments.overrides).composed
     say(f"unirl: printed as written and not checked, since a check imports {', '.join(dict.fromkeys(named))}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from unirl.config.errors import PluginError, Preempted, StoppedAtStart, UniRLError, report
 from unirl.config.plugins import explained, summary, suspects
 
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 """The errors of a folder or file that this process may not write or read as it tries to."""
 OUT_OF_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")

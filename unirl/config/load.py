@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from omegaconf import OmegaConf
 
@@ -27,11 +28,13 @@ from unirl.config.recipe import (
 )
 from unirl.config.recipe_files import RecipeFile, search_path
 from unirl.config.schema import Schema, schema_of
+from unirl.config.secrets import public, reference, secret_keys, secret_values
 from unirl.config.targets import check_plugins, find_target
 from unirl.config.toy import toy_layer
 from unirl.config.trust import trusted
 from unirl.config.values import ReadContext, read
 from unirl.types.credit import CreditName
+from unirl.types.secrets import conceal
 
 ELSEWHERE = 0.8
 """Smallest similarity at which a key of another block is suggested for an unknown key."""
@@ -89,9 +92,23 @@ class Recipe:
         """Every key, with defaults filled in."""
         return self.root.resolved()
 
+    def public(self) -> Tree:
+        """Every key, with defaults filled in, as it may be written: secrets are variables, or masked."""
+        return cast(Tree, public(self.resolved(), self.composed.tree, secret_keys(self.root)))
+
     def resolved_text(self) -> str:
         """The content of config/resolved.yaml."""
-        return OmegaConf.to_yaml(OmegaConf.create(self.resolved()))
+        return OmegaConf.to_yaml(OmegaConf.create(self.public()))
+
+    def written_text(self) -> str:
+        """The content of config/recipe.yaml: the keys that the recipe and its overrides write."""
+        tree = public(self.composed.resolved(), self.composed.tree, secret_keys(self.root))
+        return OmegaConf.to_yaml(OmegaConf.create(cast(Tree, tree)))
+
+    def shown_overrides(self) -> list[str]:
+        """The settings of the command line, with a variable in place of a secret that was typed."""
+        typed = secret_keys(self.root)
+        return [reference(setting, typed) for setting in self.composed.overrides]
 
     def value(self, path: str) -> object:
         """The value of a key, or its default. Raises ConfigError (2003) for a key that does not exist."""
@@ -115,6 +132,8 @@ def load(recipe: str, overrides: Sequence[str] = (), search: tuple[Path, ...] | 
 def check(composed: ComposedConfig) -> Recipe:
     """Checks a composed recipe against the classes that it names, after applying scale=toy if it says so."""
     tree = composed.resolved()
+    for value in secret_values(tree, composed.tree, set()):
+        conceal(value)
     plugins = _plugins(composed)
     composed = replace(composed, layers=tuple(_used(layer, tree, plugins) for layer in composed.layers))
     refuse_layout_keys(tree)

@@ -42,7 +42,7 @@ from unirl.plan.compatibility import check_compatibility
 from unirl.plan.credit import check_credit, check_rewards, credit_notices
 from unirl.plan.geometry import Geometry, check_geometry, geometry_of
 from unirl.plan.layout import check_layout
-from unirl.plan.notices import data_notices, environment_notices, policy_notices
+from unirl.plan.notices import data_notices, engine_notices, environment_notices, policy_notices
 from unirl.plan.placement import PlacementPlan, plan_of
 from unirl.rollout.engine.base import EngineUse, RolloutEngine
 from unirl.rollout.engine.composed.engine import ComposedRolloutEngine, check_texts
@@ -176,6 +176,7 @@ def preflight(recipe: Recipe) -> Preflight:
     check_data(config)
     texts += credit_notices(recipe)
     texts += environment_notices(recipe)
+    texts += engine_notices(recipe)
     texts += data_notices(recipe)
     texts = list(dict.fromkeys(texts))  # one about a shared setting comes from every policy
     return Preflight(geometry_of(config, plan_of(config), needs_of(config)), plan_of(config), tuple(texts))

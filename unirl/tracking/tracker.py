@@ -21,6 +21,7 @@ from unirl.tracking.tables import CsvTable, JsonLines, Row, finite, read_rows, r
 from unirl.tracking.timing import PhaseTimers, peak_memory
 from unirl.types.evaluation import EvalResult
 from unirl.types.protocols import State
+from unirl.types.secrets import redacted
 
 
 class Tracker:
@@ -147,7 +148,9 @@ class Tracker:
     def event(self, name: str, **fields: object) -> None:
         """Appends to events.jsonl, which is never cut back. Raises ValueError for an unknown event."""
         check_event(name)
-        self._events.append({"t": now(), "v": 1, "ev": name, **fields})
+        self._events.append(
+            {"t": now(), "v": 1, "ev": name, **{key: redacted(value, key) for key, value in fields.items()}}
+        )
 
     def note(self, text: str) -> None:
         """Shows one line on the console."""

@@ -22,6 +22,7 @@ from unirl.config.failures import Session, failure_of
 from unirl.config.load import Recipe
 from unirl.config.node import Node, nodes_below
 from unirl.config.recipe import RecipeConfig, said_of_policy
+from unirl.config.secrets import refuse_masked
 from unirl.data.datasets import Prompt
 from unirl.distributed.group.base import Pool
 from unirl.distributed.group.handle import Group
@@ -78,8 +79,10 @@ def build_trainer(
         session: the command that started the run. Its `run_dir` is set to the run directory.
         tracker: the tracker to report to. None opens the run directory of the recipe.
     """
-    data = load_data(recipe)
     is_own_run = tracker is None
+    if is_own_run:
+        refuse_masked(recipe.resolved())
+    data = load_data(recipe)
     root = run_root(recipe) if tracker is None else tracker.run.root
     # A run that may not start leaves no folder.
     checkpoints = store_of(recipe.config, root)
@@ -254,7 +257,7 @@ def assemble(
         policies=learners,
         tracker=tracker,
         stateful=saved_objects,
-        recipe=recipe.resolved(),
+        recipe=recipe.public(),
         environment=environment(next(iter(learners.values())).roles.train_ranks),
         chosen=chosen,
         checkpoints=checkpoints,
@@ -262,7 +265,7 @@ def assemble(
         saves_in_background=config.checkpoint.asynchronous,
         resume=resume,
         resume_command=continuation(recipe, tracker.run.root),
-        write_config=partial(tracker.run.write_config, recipe.composed.text(resolve_all=True), recipe.resolved_text()),
+        write_config=partial(tracker.run.write_config, recipe.written_text(), recipe.resolved_text()),
     )
     phases = Phases(
         timers=tracker.timers,

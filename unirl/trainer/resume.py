@@ -17,6 +17,7 @@ from unirl.train.backend.remote import RemoteCheckpoints, is_url
 from unirl.train.backend.state import check_trained_weights, read_counters
 from unirl.train.configs import LoraConfig
 from unirl.trainer.run_state import policy_folder, read_state
+from unirl.types.secrets import MASK, is_secret_name
 
 RESULT_NEUTRAL = (
     "num_rollouts",
@@ -107,7 +108,7 @@ def check_resumable(point: ResumePoint, own: Path, recipe: Recipe) -> None:
     if point.checkpoint is None:
         return
     path = point.checkpoint.path
-    changed = changed_keys(read_state(path)["recipe"], recipe.resolved()) if path.parent == own else []
+    changed = changed_keys(read_state(path)["recipe"], recipe.public()) if path.parent == own else []
     if changed:
         shown = sorted(changed, key=lambda change: "_target_" not in change.partition(":")[0])[:SHOWN_CHANGES]
         others = f"; and {len(changed) - len(shown)} more" if len(changed) > len(shown) else ""
@@ -141,7 +142,8 @@ def continued(config: RecipeConfig) -> RecipeConfig:
 def changed_keys(saved: Tree, now: Tree) -> list[str]:
     """`key: before -> after` of every difference that may change results, sorted by key.
 
-    A block that only one of the two has is named by its keys alone, unless it is empty.
+    A block that only one of the two has is named by its keys alone, unless it is empty. Secrets change no results, and
+    are not written.
     """
     before, after = dict(leaves(saved)), dict(leaves(now))
     keys = sorted(k for k in before.keys() | after.keys() if before.get(k, ABSENT) != after.get(k, ABSENT))
@@ -149,7 +151,10 @@ def changed_keys(saved: Tree, now: Tree) -> list[str]:
     return [
         f"{k}: {_shown(before, k)} -> {_shown(after, k)}"
         for k in keys
-        if not f"{k}.".startswith(neutral) and not any(other.startswith(f"{k}.") for other in keys)
+        if not f"{k}.".startswith(neutral)
+        and not is_secret_name(k)
+        and MASK not in (before.get(k), after.get(k))
+        and not any(other.startswith(f"{k}.") for other in keys)
     ]
 
 

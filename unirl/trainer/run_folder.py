@@ -66,7 +66,7 @@ def open_tracker(recipe: Recipe, root: Path, argv: Sequence[str], threads: Threa
             run_id=run.id,
             entity=config.tracking.entity,
             offline=config.tracking.offline,
-            config=recipe.resolved(),
+            config=recipe.public(),
         )
         if threads is not None:
             run.note(threads={"per_process": threads.count, "why": threads.why})
@@ -144,7 +144,7 @@ def _labelled(label: str, lines: Sequence[str]) -> list[tuple[str, str]]:
 
 def continuation(recipe: Recipe, root: Path) -> str:
     """The command that continues the run in `root` with the same settings."""
-    overrides = recipe.composed.overrides
+    overrides = recipe.shown_overrides()
     settings = [setting for setting in overrides if not setting.lstrip("+").startswith(("run.", "resume="))]
     return shlex.join(["unirl", "train", recipe.file.argument, *settings, f"run.dir={root}"])
 

@@ -26,6 +26,7 @@ from unirl.train.backend.remote import RemoteCheckpoints
 from unirl.trainer.saving import BackgroundSave
 from unirl.types.device import accelerator, device_name
 from unirl.types.protocols import State, Stateful
+from unirl.types.secrets import without_values
 
 if TYPE_CHECKING:
     from unirl.tracking.tracker import Tracker
@@ -109,7 +110,7 @@ class RunState:
                 "environment": self.environment,
             }
             text = json.dumps(state, indent=1, sort_keys=True, allow_nan=False)
-            (folder / STATE_FILE).write_text(text)
+            (folder / STATE_FILE).write_text(without_values(text))
             if self.saves_in_background:
                 backends = [policy.backend for policy in self.policies.values()]
                 copy = partial(self._copy, self.step)

@@ -29,7 +29,7 @@ from unirl.config.errors import (
 from unirl.config.plugins import explained
 from unirl.types.progress import Heartbeat, heartbeat, reporting_to
 
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 BROKEN = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "ActorDiedError", "Broken pipe")
 """Words in the exceptions that a rank raises because another rank is gone."""
 

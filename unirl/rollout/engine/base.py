@@ -175,11 +175,11 @@ class DedicatedEngine(RolloutEngine):
                 "push them first"
             )
         with torch.no_grad():
-            return sampled_from(self.held[0], self.sample(req))
+            return self.sample(req)
 
     @abstractmethod
     def sample(self, req: RolloutReq) -> RolloutResp:
-        """Sample from the present weights."""
+        """Sample from the present weights. Every row has their version."""
 
     @broadcast
     def sleep(self) -> None:

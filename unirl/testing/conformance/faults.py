@@ -21,6 +21,8 @@ TOKENS: Mapping[str, str] = {
     "swap-rows": "exchanges the tokens of responses to two prompts",
     "nan-logp": "reports no finite log-prob for the first token of a response",
     "fewer-tokens": "leaves out the last token of a response",
+    "other-image-size": "scales the images of prompts to another size",
+    "other-colours": "reads the colours of the images of prompts in another order",
     "version-skew": "samples the last token of a response from weights of another name",
 }
 OPENAI: Mapping[str, str] = {

@@ -10,20 +10,25 @@ import torch
 from torch import Tensor
 
 from unirl.models.language.bundle import LanguageBundle
-from unirl.models.language.packing import prompt_tokens
+from unirl.models.language.packing import expand_positions, prompts_of
+from unirl.models.language.pipeline import TextPipeline
 from unirl.models.loading.lora import inject_lora
+from unirl.types.conditions import Conditions, PromptTokens
 from unirl.types.facts import LoraSpec
 
 ROWS_PER_FORWARD = 64
+Row = tuple[Conditions, Sequence[int]]
+"""The conditions of one prompt, and the tokens after it."""
 
 
 class TokenModel:
     """One network. It is not for several threads at once."""
 
-    def __init__(self, bundle: LanguageBundle) -> None:
-        self.bundle = bundle
-        self.stage = bundle.stage()
-        self.network: Any = bundle.trainable().eval().requires_grad_(False)
+    def __init__(self, pipeline: TextPipeline[Any]) -> None:
+        self.pipeline = pipeline
+        self.bundle: LanguageBundle = pipeline.bundle
+        self.stage = pipeline.stage
+        self.network: Any = self.bundle.trainable().eval().requires_grad_(False)
         self.parameters = dict(self.network.named_parameters())
         self.adapters: dict[str, Mapping[str, Tensor]] = {}
         """Name to the tensors of an adapter, by the names of the network."""
@@ -32,11 +37,11 @@ class TokenModel:
         self.active: str | None = None
 
     @torch.no_grad()
-    def logits(self, rows: Sequence[Sequence[int]], adapter: str | None) -> Tensor:
+    def logits(self, rows: Sequence[Row], adapter: str | None) -> Tensor:
         """[B, V] fp32 of the token after each row."""
         self._activate(adapter)
         parts = [rows[start : start + ROWS_PER_FORWARD] for start in range(0, len(rows), ROWS_PER_FORWARD)]
-        return torch.cat([self.stage.canary(prompt_tokens(part)).values.float() for part in parts])
+        return torch.cat([self.stage.next_logits(continued(part)).float() for part in parts])
 
     # Weights
 
@@ -82,6 +87,28 @@ class TokenModel:
             if ".lora_" in key:
                 parameter.data.copy_(self.adapters[name][key] if name is not None else torch.zeros(()))
         self.active = name
+
+
+def continued(rows: Sequence[Row]) -> Conditions:
+    """The conditions of prompts that end with the tokens after them."""
+    prompts = [longer(prompts_of(conditions), tokens) for conditions, tokens in rows]
+    others = {
+        name: type(first).concat([conditions[name] for conditions, _ in rows])
+        for name, first in rows[0][0].items()
+        if name != "prompt"
+    }
+    return {"prompt": PromptTokens.concat(prompts), **others}
+
+
+def longer(prompt: PromptTokens, tokens: Sequence[int]) -> PromptTokens:
+    """One prompt, followed by tokens of a response."""
+    places = expand_positions(prompt.next_position + torch.arange(len(tokens)), prompt.positions)
+    return PromptTokens(
+        tokens=torch.cat([prompt.tokens, torch.tensor(tokens, dtype=torch.int64)]),
+        positions=torch.cat([prompt.positions, places]),
+        next_position=prompt.next_position + len(tokens),
+        offsets=torch.tensor([0, len(prompt.tokens) + len(tokens)]),
+    )
 
 
 def adapter_parameter(name: str) -> str:

@@ -15,6 +15,7 @@ from unirl.models.language.policy import tempered
 from unirl.models.language.sampling import sample_tokens
 from unirl.sde.noise import NoiseSource
 from unirl.testing.conformance.token_model import TokenModel
+from unirl.types.conditions import Conditions
 from unirl.types.sampling import ARSamplingParams
 
 YIELD_S = 0.0005
@@ -27,6 +28,9 @@ class DecodedRow:
 
     rid: str
     prompt: Sequence[int]
+    """With one placeholder for each token of an image."""
+    conditions: Conditions
+    """The prompt for the network."""
     params: ARSamplingParams
     ends: Sequence[int]
     seed: int | None
@@ -82,8 +86,9 @@ class TokenScheduler:
         threading.Thread(target=self._run, name="scheduler", daemon=True).start()
 
     def complete(self, rows: Sequence[DecodedRow]) -> None:
-        """Sample the responses. Returns when all are done."""
+        """Sample the responses. Returns when all are done. During a pause, new ones wait."""
         with self.changed:
+            self.changed.wait_for(lambda: not self.is_paused)
             self.running += rows
             self.changed.notify_all()
         for row in rows:
@@ -123,7 +128,7 @@ class TokenScheduler:
                     self._step([row for row in self.running if row.adapter == adapter], adapter)
 
     def _step(self, rows: Sequence[DecodedRow], adapter: str | None) -> None:
-        logits = self.bend(self.model.logits([[*row.prompt, *row.tokens] for row in rows], adapter))
+        logits = self.bend(self.model.logits([(row.conditions, row.tokens) for row in rows], adapter))
         for row, own in zip(rows, logits.split(1), strict=True):
             self._sample(row, own)
         for row in rows:

@@ -18,6 +18,8 @@ SIGNATURE = "MANIFEST.hmac"
 FROM_ENVIRONMENT = "env:"
 SHORTEST = 16
 """Bytes of the shortest key that is accepted."""
+LONGEST = 4096
+"""Bytes that are read of a key or a signature."""
 
 
 def read_key(source: str, setting: str) -> bytes:
@@ -38,7 +40,8 @@ def read_key(source: str, setting: str) -> bytes:
     else:
         path = Path(source).expanduser()
         try:
-            mode, key = path.stat().st_mode, path.read_bytes().strip()
+            with open(path, "rb") as file:
+                mode, key = os.fstat(file.fileno()).st_mode, file.read(LONGEST).strip()
         except OSError as error:
             raise InvalidValueError(
                 f"{setting}={source}: the file cannot be read ({error.strerror}). Name a file, or env:NAME for an "
@@ -62,7 +65,8 @@ def signature_of(manifest: bytes, key: bytes) -> str:
 def signature_problems(folder: Path, manifest: bytes, key: bytes) -> list[str]:
     """The reason why the manifest of `folder` is not one that was signed with `key`. Empty if it is."""
     try:
-        found = (folder / SIGNATURE).read_bytes()
+        with open(folder / SIGNATURE, "rb") as file:
+            found = file.read(LONGEST)
     except OSError:
         return [f"{SIGNATURE} is missing: the checkpoint was saved without checkpoint.signing_key"]
     if hmac.compare_digest(found, signature_of(manifest, key).encode()):

@@ -135,7 +135,7 @@ class HttpServer(Server):
 
     def post(self, path: str, body: Mapping[str, object], timeout_s: float | None = None) -> Reply:
         """One attempt. Raises RequestFailed or ServerBusy if another one may succeed, else EngineError."""
-        return self.post_bytes(path, msgspec.json.encode(body), "application/json", timeout_s)
+        return self.post_bytes(path, [msgspec.json.encode(body)], "application/json", timeout_s)
 
     def post_bytes(self, path: str, content: Content, content_type: str, timeout_s: float | None = None) -> Reply:
         """As `post`, for a body of any type."""

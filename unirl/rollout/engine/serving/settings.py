@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
 from unirl.config.errors import InvalidValueError
 from unirl.rollout.engine.environments import ENVIRONMENTS
+from unirl.rollout.engine.serving.in_flight import InFlight
 
+ServerTransport = Literal["http", "ipc"]
+"""The ways of weights from an engine to its server: in requests, or through memory that both share."""
 FAKE = "fake"
 """The program of UniRL that speaks the protocol of a server."""
 TOY: Mapping[str, object] = {"program": FAKE, "url": None, "python_executable": None, "engine_args": {}}
@@ -40,6 +43,10 @@ class ServerSettings:
     """Seconds that the server has to start."""
     timeout_s: float = 1800.0
     """Seconds that it has for one answer."""
+    in_flight: InFlight = "drain"
+    """What happens to the requests that the server answers when new weights are sent: drain (the transfer waits for
+    their answers), abort (they are asked again after it) or pause (they go on with the new weights). The loop sends
+    weights between rollouts, when there are none."""
     max_restarts: int = 3
     """How often a server that ended is started again. It gets its weights again."""
 

@@ -27,13 +27,13 @@ from unirl.rollout.engine.serving.latent_server import (
     LatentServer,
     check_density,
 )
-from unirl.rollout.engine.serving.settings import InstalledServerSettings
+from unirl.rollout.engine.serving.settings import InstalledServerSettings, ServerTransport
 from unirl.rollout.engine.serving.sigma_verify import UsedSettings
 from unirl.rollout.engine.vllm_omni import messages
 from unirl.rollout.engine.vllm_omni.families import FAMILIES
 from unirl.rollout.engine.vllm_omni.program.trajectory import seeded_draws
 from unirl.rollout.engine.vllm_omni.program.wire import read_fingerprints
-from unirl.rollout.engine.vllm_omni.transports import TRANSPORTS, ServerTransport, WeightTransport
+from unirl.rollout.engine.vllm_omni.transports import TRANSPORTS, WeightTransport
 from unirl.sde.kernels import LinearKernel
 from unirl.types.facts import LatentFacts
 from unirl.types.protocols import Kernel

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,11 +18,10 @@ from unirl.distributed.weight_sync.buckets import ALIGNMENT
 from unirl.distributed.weight_sync.listening_routes import share_buffer
 from unirl.rollout.engine.serving.http_server import HttpServer
 from unirl.rollout.engine.serving.payloads import bytes_of
+from unirl.rollout.engine.serving.settings import ServerTransport
 from unirl.rollout.engine.vllm_omni import messages
 from unirl.rollout.engine.vllm_omni.program.wire import BINARY, bucket_head
 from unirl.types.device import synchronize
-
-ServerTransport = Literal["http", "ipc"]
 
 
 class WeightTransport(ABC):

@@ -34,7 +34,8 @@ def run(folder: Path, *overrides: str, recipe: tuple[str, ...] = TOKENS) -> None
 
 def test_a_server_that_is_killed_within_a_step_changes_no_number_of_the_run(tmp_path, monkeypatch, capsys) -> None:
     """The weights are sent to the new server, and the step's samples are made again with the same seeds."""
-    run(tmp_path / "unbroken")
+    with fake_servers.sglang() as url:
+        run(tmp_path / "unbroken", f"rollout.url={url}")
     complete, asked = SGLangServer.complete, []
 
     def killing(server, request, params):
@@ -59,7 +60,8 @@ def test_exchanged_rows_stop_the_run_before_its_first_update(tmp_path) -> None:
 def test_a_diffusion_server_that_is_killed_within_a_step_changes_no_number_of_the_run(
     tmp_path, monkeypatch, capsys
 ) -> None:
-    run(tmp_path / "unbroken", recipe=LATENTS)
+    with fake_servers.sglang_diffusion() as url:
+        run(tmp_path / "unbroken", f"rollout.url={url}", recipe=LATENTS)
     sample, asked = SGLangDiffusionServer.sample, []
 
     def killing(server, request, params, positions):

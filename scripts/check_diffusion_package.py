@@ -36,6 +36,8 @@ CASES = (
     ("sd3", "full", "http", "fp32"),
     ("sd3", "adapters", "http", "fp32"),
     ("flux2_klein", "merged", "http", "fp32"),
+    ("qwen_image", "full", "http", "fp32"),
+    ("qwen_image", "adapters", "http", "fp32"),
     ("sd3", "full", "http", "bf16"),
     ("sd3", "full", "ipc", "fp32"),
 )
@@ -198,7 +200,7 @@ def live(python: str, settings: Mapping[str, Any]) -> Json:
     answers: Json = {}
     for family, kind, transport, dtype in CASES:
         with tempfile.TemporaryDirectory() as folder:
-            path, length = Path(folder) / "model", {"sd3": 256, "flux2_klein": 512}[family]
+            path, length = Path(folder) / "model", {"sd3": 256, "flux2_klein": 512, "qwen_image": 64}[family]
             write_model(family, path)
             own = {"python_executable": python, "concurrency": 2, "transport": transport, **settings}
             run = diffusion_client(family, kind, Path(folder), dtype, str(path), length, **own)
@@ -214,12 +216,27 @@ def live(python: str, settings: Mapping[str, Any]) -> Json:
 
 def write_model(family: str, folder: Path) -> None:
     """The tiny model of a family as a folder."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     bundle, pipeline = classes_of(family)
     pipeline(bundle(path="toy", dtype="fp32")).write_model({}, folder)
-    if family != "flux2_klein":
-        return
+    change = {"flux2_klein": add_text_layers, "qwen_image": untie_text_encoder}.get(family)
+    if change is not None:
+        change(folder)
+
+
+def untie_text_encoder(folder: Path) -> None:
+    """Store the head of the text encoder, which SGLang looks for, although that of the tiny model is tied."""
+    from safetensors.torch import load_file, save_file
+
+    [file] = (folder / "text_encoder").glob("*.safetensors")
+    tensors = load_file(file)
+    [embeddings] = [tensor for name, tensor in tensors.items() if name.endswith("embed_tokens.weight")]
+    save_file(tensors | {"lm_head.weight": embeddings.clone()}, file, {"format": "pt"})
+
+
+def add_text_layers(folder: Path) -> None:
+    """Give the text encoder of Klein as many layers as SGLang reads."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     config = AutoConfig.from_pretrained(folder / "text_encoder")
     config.num_hidden_layers = KLEIN_TEXT_LAYERS
     config.layer_types = ["full_attention"] * KLEIN_TEXT_LAYERS

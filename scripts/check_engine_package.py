@@ -7,7 +7,8 @@ The first form takes half a minute, and starts no server. It records the request
 and the Python of the environment reads each of them with the classes of the package. The second form also starts the
 real server with a tiny model, once for each kind of weights that can be sent: it compares log-probs with the trainer's,
 before and after updates and after a kill, and keeps the answers. `settings.yaml` has further settings of `rollout`.
-`--engine sglang` is the diffusion server (check_diffusion_package.py).
+`--engine sglang` is the diffusion server (check_diffusion_package.py), and `--engine sglang_llm_images` the server of
+language models with tiny models that read images (check_image_package.py).
 """
 
 from __future__ import annotations
@@ -52,9 +53,20 @@ PACKAGES = ("sglang", "torch", "transformers")
 RANDOM = re.compile(r"-[0-9a-f]{8}\b")
 """The random parts of the names of requests and weights."""
 KINDS = ("full", "merged", "adapters")
-CHECKS = {"sglang": "check_diffusion_package", "vllm_omni": "check_omni_package"}
+CHECKS = {
+    "openai": "check_openai_package",
+    "sglang": "check_diffusion_package",
+    "sglang_llm_images": "check_image_package",
+    "vllm_omni": "check_omni_package",
+}
 """Engine to the script with its checks, if it is not this one."""
-PREFIXES = {"sd3": "SD3", "flux2_klein": "Flux2Klein", "hunyuan_video15": "HunyuanVideo15", "qwen_image": "QwenImage"}
+PREFIXES = {
+    "sd3": "SD3",
+    "flux2_klein": "Flux2Klein",
+    "hunyuan_video15": "HunyuanVideo15",
+    "qwen_image": "QwenImage",
+    "qwen_vl": "QwenVL",
+}
 """Family to the beginning of the names of its classes, where that is not the capitalised name."""
 Json = dict[str, Any]
 ClientT = TypeVar("ClientT", bound="Client")
@@ -73,8 +85,9 @@ class Exchange:
     @property
     def name(self) -> str:
         """Its kind, such as `POST /generate`. The log-probs of given tokens are in answers of a kind of their own."""
-        scored = " of given tokens" if isinstance(self.body, dict) and "token_ids_logprob" in self.body else ""
-        return f"{self.method} {self.path}{scored}"
+        body = self.body if isinstance(self.body, dict) else {}
+        scored = " of given tokens" if "token_ids_logprob" in body else ""
+        return f"{self.method} {self.path}{scored}" + (" with images" if "image_data" in body else "")
 
 
 @dataclass
@@ -270,7 +283,7 @@ def distinct(exchanges: Sequence[Exchange]) -> dict[str, list[Json]]:
     bodies: dict[str, list[Json]] = {}
     for each in exchanges:
         if each.method == "POST":
-            known = bodies.setdefault(each.path, [])
+            known = bodies.setdefault(each.name.removeprefix("POST ").removesuffix(" of given tokens"), [])
             masked = described(each.body)
             if masked not in known and len(known) < 3:
                 known.append(masked)
@@ -282,7 +295,7 @@ def described(body: Any) -> Any:
     from unirl.testing.conformance.payloads import tensors_in
 
     if isinstance(body, str):
-        return RANDOM.sub("-00000000", body)
+        return "an image" if body.startswith("data:image/") else RANDOM.sub("-00000000", body)
     if isinstance(body, list):
         return [described(each) for each in body]
     if not isinstance(body, dict):
@@ -384,15 +397,17 @@ def checked(each: Client, kind: str) -> Json:
 def aborted(each: Client, attempts: int = 10) -> str:
     """The error of a request that is aborted while it runs. Some end by themselves before."""
     from unirl.config.http import RequestFailed
+    from unirl.models.language.pipeline import PlainPrompt
     from unirl.rollout.engine.serving.tokens import TokenRequest
     from unirl.types.sampling import ARSamplingParams
 
     server = each.engine.server
+    prompt = PlainPrompt([1, 2, 3], [1, 2, 3])
     errors: list[str] = []
 
     def ask() -> None:
         try:
-            server.complete(TokenRequest("long", [1, 2, 3], 1), ARSamplingParams(max_new_tokens=1500, temperature=5.0))
+            server.complete(TokenRequest("long", prompt, 1), ARSamplingParams(max_new_tokens=1500, temperature=5.0))
         except RequestFailed as error:
             errors.append(str(error))
 

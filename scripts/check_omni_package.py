@@ -159,7 +159,7 @@ def live(python: str, settings: Mapping[str, Any]) -> Json:
         family, kind, transport, dtype = case
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model"
-            write_model(family, path)
+            write_model(family, path, dtype)
             given = {"python_executable": python, "transport": transport, **settings}
             with omni_client(family, kind, Path(folder), dtype, str(path), **given) as each:
                 name = ", ".join(case)
@@ -168,10 +168,10 @@ def live(python: str, settings: Mapping[str, Any]) -> Json:
     return {"settings": {"engine_args": settings.get("engine_args", {})}, "results": results}
 
 
-def write_model(family: str, folder: Path) -> None:
-    """The tiny model of a family as a folder."""
+def write_model(family: str, folder: Path, dtype: str = "fp32") -> None:
+    """The tiny model of a family as a folder. vLLM-Omni loads some text encoders in the dtype of their files."""
     bundle, pipeline = classes_of(family)
-    pipeline(bundle(path="toy", dtype="fp32")).write_model({}, folder)
+    pipeline(bundle(path="toy", dtype=dtype)).write_model({}, folder)
     if family in EXPERTS:
         index = json.loads((folder / "model_index.json").read_text())
         (folder / "model_index.json").write_text(json.dumps(index | {"boundary_ratio": EXPERTS[family]}))

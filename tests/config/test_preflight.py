@@ -337,7 +337,13 @@ def test_a_trainer_must_name_its_track(target):
             "takes no noise levels",
         ),
         ("diffusion/wan21_t2v", ["rollout=sglang_diffusion"], "SGLangRolloutEngine is for image"),
-        ("diffusion/qwen_image_trainside", ["rollout=sglang_diffusion"], "has no family qwen_image"),
+        ("diffusion/z_image_trainside", ["rollout=sglang_diffusion"], "has no family z_image"),
+        (
+            "diffusion/qwen_image_trainside",
+            ["rollout=sglang_diffusion", "rollout.tp_size=2"],
+            r"Set rollout\.tp_size=1",
+        ),
+        ("diffusion/wan22_i2v", ["rollout=vllm_omni"], r"this model \(wan22\) needs them"),
     ],
 )
 def test_what_a_diffusion_server_cannot_sample_is_refused_before_it_starts(recipe, words, says):
@@ -358,6 +364,20 @@ def test_a_length_of_text_that_a_real_server_ignores_is_refused_before_it_starts
     preflight(load(recipe, words))  # a fake server takes any length
     with pytest.raises(IncompatibleError, match=rf"Set sampling\.max_sequence_length={length}"):
         preflight(load(recipe, [*words, f"rollout.program={program}"]))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "says"),
+    [
+        ("unified_model/hi3_vllmomni", [], "samples with ReplicaRolloutEngine, in place of vLLM-Omni"),
+        ("pe/pe_sglang_lora_pickscore", [], "samples with ReplicaRolloutEngine, in place of SGLang"),
+        ("diffusion/sd3_vllmomni", [], None),
+        ("diffusion/sd3_vllmomni", ["rollout=replica"], "samples with ReplicaRolloutEngine, in place of vLLM-Omni"),
+    ],
+)
+def test_a_recipe_that_is_named_after_another_engine_says_what_it_samples_with(recipe, words, says):
+    notices = [line for line in preflight(load(recipe, words)).notices if "after which it is named" in line]
+    assert len(notices) == (says is not None) and all(says in line for line in notices)
 
 
 def test_what_sglang_cannot_sample_is_refused_before_it_starts():
@@ -386,7 +406,7 @@ def test_what_servers_cannot_take_over_is_refused_before_they_start(recipe, word
 
 
 def test_a_folder_by_whose_name_sglang_knows_no_model_is_refused_before_it_starts(tmp_path):
-    use = EngineUse(num_devices=1, adapter_alpha=None, model_path=str(tmp_path))
+    use = EngineUse(num_devices=1, adapter_alpha=None, model_path=str(tmp_path), num_weights=2)
     SGLangRolloutEngine.check_use({"url": None, "model_id": "stable-diffusion-3.5-medium"}, use)
     SGLangRolloutEngine.check_use({"url": "http://127.0.0.1:9", "model_id": None}, use)
     with pytest.raises(IncompatibleError, match=rf"bundle\.path={tmp_path} is a folder.* Set rollout\.model_id"):

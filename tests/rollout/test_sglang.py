@@ -17,6 +17,7 @@ from unirl.config.errors import (
     IncompatibleError,
 )
 from unirl.models.flux2_klein.family import Flux2KleinBundle, Flux2KleinPipeline
+from unirl.models.qwen_image.family import QwenImageBundle, QwenImagePipeline
 from unirl.rollout.engine.sglang.engine import SGLangRolloutEngine
 from unirl.rollout.engine.sglang.families import FAMILIES
 from unirl.sde.kernels import DanceSDEStrategy, FlowSDEStrategy
@@ -24,7 +25,7 @@ from unirl.types.sampling import DiffusionSamplingParams
 
 ATOL = 1e-4
 """Largest difference of log-probs: the replay computes the noise of fp32 latents, the server has it."""
-KLEIN = (Flux2KleinBundle, Flux2KleinPipeline)
+KLEIN, QWEN = (Flux2KleinBundle, Flux2KleinPipeline), (QwenImageBundle, QwenImagePipeline)
 
 
 at = partial(Served.at, SGLangRolloutEngine)
@@ -58,17 +59,38 @@ def test_an_evaluation_is_the_trainers_own_euler_path_from_the_noise_of_the_seed
     assert torch.equal(ours.decoded.pixels, served.trained.decode(ours.segment.final).pixels)
 
 
-def test_klein_sends_its_latents_as_tokens(tmp_path) -> None:
-    """The fake draws the noise of steps in the packed form, and packs trajectories."""
-    trained = Flux2KleinPipeline(Flux2KleinBundle(**TOY))
-    trained.write_model({}, tmp_path / "model")
+@pytest.mark.parametrize(
+    ("family", "recipe", "changes"),
+    [
+        (KLEIN, "diffusion/flux2_klein_trainside", {}),
+        (QWEN, "diffusion/qwen_image_trainside", {"guidance_scale": 4.0}),
+    ],
+    ids=["flux2_klein", "qwen_image"],
+)
+def test_a_family_may_send_its_latents_as_tokens(tmp_path, family, recipe, changes) -> None:
+    """The fake draws the noise of steps in the packed form, packs trajectories, and joins layers of Qwen-Image."""
+    bundle, pipeline = family
+    pipeline(bundle(**TOY)).write_model({}, tmp_path / "model")
     with (
-        fake(path=str(tmp_path / "model"), recipe="diffusion/flux2_klein_trainside") as url,
-        serving(tmp_path, url=url, family=KLEIN) as served,
+        fake(path=str(tmp_path / "model"), recipe=recipe) as url,
+        serving(tmp_path, url=url, family=family) as served,
     ):
         served.train()
         served.push()
-        assert served.log_prob_gap(served.asking()) < ATOL
+        assert served.log_prob_gap(served.asking(**changes)) < ATOL
+
+
+def test_parts_of_a_fused_layer_are_joined_when_all_have_arrived() -> None:
+    """In the order of SGLang, whatever that of the transfer is."""
+    parts = {f"block.attn.add_{name}_proj.bias": torch.full((2,), float(i)) for i, name in enumerate("qkv")}
+    names = list(parts)
+    family, waiting = FAMILIES["qwen_image"], {}
+    for name in (names[2], names[0]):
+        whole, waiting = family.joined(waiting | {name: parts[name]})
+        assert whole == {}
+    whole, waiting = family.joined(waiting | {names[1]: parts[names[1]], "proj_out.bias": torch.zeros(1)})
+    assert whole["block.attn.to_added_qkv.bias"].tolist() == [0, 0, 1, 1, 2, 2] and waiting == {}
+    assert set(whole) == {"block.attn.to_added_qkv.bias", "proj_out.bias"}
 
 
 def test_the_noise_levels_of_sd3_are_those_that_the_real_server_reported(served) -> None:
@@ -82,6 +104,10 @@ def test_packing_is_undone() -> None:
     packed = FAMILIES["flux2_klein"].packed(latents)
     assert packed.shape == (6, 4) and torch.equal(packed[4], latents[:, 1, 1])  # token 4 is row 1, column 1
     assert torch.equal(FAMILIES["flux2_klein"].unpacked(packed, (4, 2, 3)), latents)
+    qwen, latents = FAMILIES["qwen_image"], latents.reshape(1, 4, 6)
+    packed = qwen.packed(latents)
+    assert packed.shape == qwen.packed_shape((1, 4, 6)) and packed[4].tolist() == [14, 15, 20, 21]
+    assert torch.equal(qwen.unpacked(packed, (1, 4, 6)), latents)
 
 
 # Settings

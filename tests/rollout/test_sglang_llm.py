@@ -6,10 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from unirl.config.errors import (
 from unirl.distributed.group.pool import open_pool
 from unirl.distributed.weight_sync.endpoints import WeightSender
 from unirl.distributed.weight_sync.sync import EngineSync
+from unirl.models.language.pipeline import TextPipeline
 from unirl.models.qwen3.family import Qwen3Bundle, Qwen3Pipeline
 from unirl.rollout.engine.serving import server
 from unirl.rollout.engine.sglang_llm.engine import SGLangLLMRolloutEngine
@@ -43,21 +45,30 @@ ATOL = 2e-5
 """Largest difference of log-probs of two fp32 forwards over other batches."""
 
 
+def tiny_qwen3(**keys: object) -> Qwen3Pipeline:
+    return Qwen3Pipeline(Qwen3Bundle(**TOY, **keys))
+
+
 @dataclass
 class Served:
     """A trainer and an engine whose weights live in a server."""
 
-    trained: Qwen3Pipeline
+    trained: TextPipeline[Any]
     backend: FSDPBackend
     engine: SGLangLLMRolloutEngine
     sync: EngineSync
 
     @staticmethod
-    def at(folder: Path, lora: LoraConfig | None = None, program: str = "fake", **keys: object) -> Served:
-        trained = Qwen3Pipeline(Qwen3Bundle(**TOY))
+    def at(
+        folder: Path,
+        lora: LoraConfig | None = None,
+        program: str = "fake",
+        model: Callable[..., TextPipeline[Any]] = tiny_qwen3,
+        **keys: object,
+    ) -> Served:
+        trained = model()
         backend = FSDPBackend(trained.bundle, 3, optimizer_cfg=OptimizerConfig(learning_rate=1e-2), lora_cfg=lora)
-        bundle = Qwen3Bundle(**TOY, meta_init=True)
-        engine = SGLangLLMRolloutEngine(Qwen3Pipeline(bundle), folder, program=program, concurrency=8, **keys)
+        engine = SGLangLLMRolloutEngine(model(meta_init=True), folder, program=program, concurrency=8, **keys)
         sender = WeightSender(backend, trained.stage, engine)
         pool = open_pool("local", 2, deadline_s=600.0)
         sync = EngineSync(placed(pool, 0, "sender", sender), placed(pool, 1, "rollout", engine))

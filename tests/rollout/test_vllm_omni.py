@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.fake_servers import vllm_omni as fake
-from tests.served_latents import TOY, Served
+from tests.served_latents import SD3, TOY, Served, asking
 from tests.served_latents import serving as serving_kind
 from unirl.config.errors import (
     DependencyError,
@@ -21,14 +21,21 @@ from unirl.config.errors import (
 )
 from unirl.models.hunyuan_video15.family import HunyuanVideo15Bundle, HunyuanVideo15Pipeline
 from unirl.models.lumina2.family import Lumina2Bundle, Lumina2Pipeline
+from unirl.models.qwen_image.family import QwenImageBundle, QwenImagePipeline
+from unirl.models.wan21.family import Wan21Bundle, Wan21Pipeline
+from unirl.models.wan22.family import Wan22Bundle, Wan22Pipeline
+from unirl.rollout.engine.serving.latent_server import LatentRequest
 from unirl.rollout.engine.vllm_omni.engine import VLLMOmniRolloutEngine
 from unirl.rollout.engine.vllm_omni.messages import step_weights
 from unirl.rollout.engine.vllm_omni.program.trajectory import RecordingScheduler, Schedule, seeded_draws
 from unirl.sde.kernels import CPSSDEStrategy, DanceSDEStrategy, EulerODE, FlowDDIM, FlowSDEStrategy
+from unirl.types.sampling import DiffusionSamplingParams
 
 ATOL = 2e-6
 """Largest difference of log-probs: the server computes them from the stored latents, as the trainer does."""
 VIDEO = (HunyuanVideo15Bundle, HunyuanVideo15Pipeline)
+QWEN = (QwenImageBundle, QwenImagePipeline)
+WAN21, WAN22 = (Wan21Bundle, Wan21Pipeline), (Wan22Bundle, Wan22Pipeline)
 at = partial(Served.at, VLLMOmniRolloutEngine)
 serving = partial(serving_kind, VLLMOmniRolloutEngine)
 
@@ -54,19 +61,43 @@ def test_sampling_settings_reach_the_server(served, changes) -> None:
     assert served.log_prob_gap(served.asking(**changes)) < ATOL
 
 
-def test_videos_are_sampled_as_images_are(tmp_path) -> None:
-    trained = HunyuanVideo15Pipeline(HunyuanVideo15Bundle(**TOY))
-    trained.write_model({}, tmp_path / "model")
+@pytest.mark.parametrize(
+    ("family", "recipe", "changes"),
+    [
+        (QWEN, "diffusion/qwen_image_trainside", {"guidance_scale": 4.0}),
+        (VIDEO, "diffusion/hunyuan_video15_t2v_dancegrpo_trainside", {"num_frames": 5, "max_sequence_length": 32}),
+        (WAN21, "diffusion/wan21_t2v", {"num_frames": 5, "guidance_scale": 4.0}),
+        (WAN22, "diffusion/wan22_t2v_14b", {"num_frames": 5, "guidance_scale": 4.0, "guidance_scale_2": 3.0}),
+    ],
+    ids=["qwen_image", "hunyuan_video15", "wan21", "wan22"],
+)
+def test_other_families_are_sampled_as_sd3_is(tmp_path, family, recipe, changes) -> None:
+    """Qwen-Image rescales guided velocities; the second of four noise levels of Wan 2.2 is that of its first expert."""
+    bundle, pipeline = family
+    pipeline(bundle(**TOY)).write_model({}, tmp_path / "model")
     with (
-        fake(path=str(tmp_path / "model"), recipe="diffusion/hunyuan_video15_t2v_dancegrpo_trainside") as url,
-        serving(tmp_path, url=url, family=VIDEO) as served,
+        fake(path=str(tmp_path / "model"), recipe=recipe) as url,
+        serving(tmp_path, url=url, family=family) as served,
     ):
         served.train()
         served.push()
-        frames = 1 + trained.facts.frame_scale
-        req = served.asking(num_frames=frames, max_sequence_length=32)
-        assert served.sampled(req).latents.dim() == 6  # [B, K, C, F, H, W]
+        req = served.asking(sde_indices=(1, 2), **changes)
+        assert served.sampled(req).latents.dim() == (6 if "num_frames" in changes else 5)  # [B, K, C, (F,) H, W]
         assert served.log_prob_gap(req) < ATOL
+
+
+def test_the_boundary_of_two_experts_is_that_of_the_checkpoint(tmp_path) -> None:
+    assert at(tmp_path, family=WAN22).engine.server.engine_settings()["boundary_ratio"] == 0.875
+    assert "boundary_ratio" not in at(tmp_path, family=WAN21).engine.server.engine_settings()
+
+
+def test_an_empty_prompt_is_the_text_that_the_family_has_for_it(tmp_path) -> None:
+    """diffusers gives Qwen-Image a space in place of an empty text, and vLLM-Omni does not."""
+    for family, text in ((QWEN, " "), (SD3, "")):
+        engine = at(tmp_path, family=family).engine
+        _, params = asking(engine).only_track(DiffusionSamplingParams)
+        order = engine.server.order(LatentRequest("r0:0", "", 0), params, (0,))
+        assert order["prompt"] == text and order["negative_prompt"] == text
 
 
 # Steps
@@ -141,7 +172,7 @@ def test_a_server_of_another_model_is_refused(tmp_path) -> None:
 
 
 def test_a_family_without_a_pipeline_there_is_refused(tmp_path) -> None:
-    with pytest.raises(IncompatibleError, match="has no family lumina2: it knows sd3, hunyuan_video15"):
+    with pytest.raises(IncompatibleError, match="has no family lumina2: it knows sd3, qwen_image, hunyuan_video15"):
         at(tmp_path, family=(Lumina2Bundle, Lumina2Pipeline))
 
 

@@ -20,9 +20,9 @@ from unirl.tracking.run_directory import (
     default_root,
     latest_run,
     read_record,
-    redact,
     status_of,
 )
+from unirl.types.secrets import redact
 
 IDENTITY = RunIdentity(project="demo", recipe="diffusion/quickstart", argv=("unirl", "train"), seed=42)
 

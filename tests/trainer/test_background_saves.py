@@ -15,6 +15,7 @@ from tests.trainer.test_loop import checkpoints_of, run, trainer_of, weights_of
 from unirl.config.errors import Preempted, StorageError
 from unirl.train.backend import writer
 from unirl.train.backend.checkpoint import verify
+from unirl.train.backend.remote import RemoteCheckpoints
 
 BACKGROUND = ("save_interval=1", "checkpoint.asynchronous=true")
 
@@ -86,7 +87,7 @@ def test_a_failure_of_the_writer_stops_the_run_at_the_next_step_by_name(monkeypa
             save(*args)
 
         monkeypatch.setattr(trainer.state, "save", second_fails)
-        with pytest.raises(StorageError, match="checkpoint-000002 could not be saved.*checkpoint-000001 is untouched"):
+        with pytest.raises(StorageError, match=r"checkpoint-000002 could not be saved.*checkpoint-000001 is untouched"):
             trainer.train()
         assert trainer.state.step in (2, 3)
     assert checkpoints_of(tmp_path) == ["checkpoint-000001"]
@@ -115,3 +116,34 @@ def test_a_signal_and_an_error_wait_for_the_write(monkeypatch, plain: Path, tmp_
             trainer.train()
     assert weights_of(tmp_path / "error", 1) == weights_of(plain, 1)
     assert verify(tmp_path / "error/checkpoints/checkpoint-000001") == []
+
+
+@pytest.mark.parametrize("asynchronous", ["true", pytest.param("false", marks=pytest.mark.slow)])
+def test_a_run_continues_from_its_copies_at_a_url_bit_for_bit(asynchronous: str, plain: Path, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/disk2"
+    settings = ("save_interval=1", f"checkpoint.asynchronous={asynchronous}", f"checkpoint.copy_to={url}")
+    run(tmp_path / "lost/run", *settings)
+    assert RemoteCheckpoints(url).checkpoints()[0].step == 2
+    run(tmp_path / "other/run", *settings, f"resume={url}", "num_rollouts=3")
+    assert weights_of(tmp_path / "other/run", 3) == weights_of(plain, 3)
+    assert metrics_of(tmp_path / "other/run") == metrics_of(plain)[2:]
+
+
+def test_a_copy_that_fails_warns_and_only_the_last_one_ends_the_run(monkeypatch, tmp_path: Path) -> None:
+    failing = {1}
+    copy = RemoteCheckpoints.copy
+
+    def fails(self, folder: Path) -> None:
+        if int(folder.name[-6:]) in failing:
+            raise StorageError(f"no connection for {folder.name}")
+        copy(self, folder)
+
+    monkeypatch.setattr(RemoteCheckpoints, "copy", fails)
+    run(tmp_path / "a", *BACKGROUND, "checkpoint.copy_to=memory://a")
+    events = [json.loads(line) for line in (tmp_path / "a/events.jsonl").read_text().splitlines()]
+    [warning] = [event["text"] for event in events if event["ev"] == "warning"]
+    assert warning == "checkpoint-000001 was not copied: no connection for checkpoint-000001"
+    failing.add(2)
+    with pytest.raises(StorageError, match="no connection for checkpoint-000002"):
+        run(tmp_path / "b", *BACKGROUND, "checkpoint.copy_to=memory://b")
+    assert verify(tmp_path / "b/checkpoints/checkpoint-000002") == []

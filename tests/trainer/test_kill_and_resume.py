@@ -13,11 +13,16 @@ PICTURES = Run(
     15,
     (*COMMON, "scale=toy", "stack.micro_batch_size=4", "backend.ema_cfg={target_decay: 0.9}"),
 )
-TEXT = Run(str(ROOT / "tests/trainer/text_loop.yaml"), 10, COMMON)
+TEXT = Run(str(ROOT / "tests/trainer/text_loop.yaml"), 10, (*COMMON, "plugins=[tests]"))
 CRITIC = Run(
     TEXT.recipe,
     10,
-    (*COMMON, "algorithm._target_=unirl.algorithms.ar_ppo.ARPPO", "backend.value_cfg={}", "backend.lora_cfg={rank: 4}"),
+    (
+        *TEXT.overrides,
+        "algorithm._target_=unirl.algorithms.ar_ppo.ARPPO",
+        "backend.value_cfg={}",
+        "backend.lora_cfg={rank: 4}",
+    ),
 )
 
 REWRITES = Run("pe/pe_trainside_pickscore", 6, (*COMMON, "scale=toy"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import ssl
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -145,7 +147,12 @@ class RewardConfig:
     max_queue: int = 1024
     """Largest number of waiting items. Beyond it, requests are answered 429."""
 
+    recycle_mb: float | None = None
+    """A worker that holds more memory than this after a batch, in MiB, is replaced. None: workers are kept."""
+
     def __post_init__(self) -> None:
+        if self.recycle_mb is not None and self.recycle_mb <= 0:
+            raise ValueError(f"RewardConfig.recycle_mb must be > 0 MiB, got {self.recycle_mb}")
         for name in ("num_replicas", "batch_size", "max_queue"):
             if getattr(self, name) < 1:
                 raise ValueError(f"RewardConfig.{name} must be >= 1, got {getattr(self, name)}")
@@ -226,14 +233,33 @@ def read_token(server: ServerConfig) -> str | None:
             )
         return None
     try:
+        mode = Path(server.token_file).stat().st_mode
         token = Path(server.token_file).read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"server.token_file={server.token_file} cannot be read: {error}") from error
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ExposedServerError(
+            f"server.token_file={server.token_file} has mode {stat.S_IMODE(mode):o}, so other users of this machine "
+            f"may read it: run chmod 600 {server.token_file}"
+        )
     if len(token) < 16 or not token.isprintable() or " " in token:
         raise ExposedServerError(
             f"server.token_file={server.token_file} has no token: write at least 16 letters and digits on one line"
         )
     return token
+
+
+def check_tls(server: ServerConfig) -> None:
+    """Raises UsageError when the certificate or its key cannot be read, or do not belong together."""
+    if server.tls_cert is None:
+        return
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(server.tls_cert, server.tls_key)
+    except OSError as error:  # ssl.SSLError is one
+        raise UsageError(
+            f"server.tls_cert={server.tls_cert} and tls_key={server.tls_key} are no certificate with its key: {error}. "
+            "Write both as PEM files"
+        ) from error
 
 
 def is_loopback(host: str) -> bool:

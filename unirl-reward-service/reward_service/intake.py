@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import msgspec
 from prometheus_client import Gauge
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from reward_service.config import MIB, LimitsConfig
 from reward_service.fairness import FairSlots
 from reward_service.scoring import ReceivedSample, RequestRefused, digest_of
-from unirl.reward.client.wire import JSON, ReceivedRequest, decode, read_metadata
+from unirl.reward.client.wire import JSON, NO_METADATA, ReceivedRequest, decode, read_metadata
 
 INLINE_BYTES = 2**14
 """A body of at most this size is parsed at once, in about a millisecond. A larger one is parsed in a thread."""
@@ -42,8 +42,8 @@ class MemoryBudget:
         self.limit = int(limits.pending_mb * MIB)
         self._large = int((1 - RESERVED) * self.limit)
         self.per_client = min(self._large, int(limits.client_share * self.limit))
-        self._gauge = gauge
         self.used = 0
+        gauge.set_function(lambda: self.used)
         self._clients: dict[str, int] = {}
 
     @contextmanager
@@ -63,7 +63,6 @@ class MemoryBudget:
 
     def add(self, client: str, count: int) -> None:
         self.used += count
-        self._gauge.set(self.used)
         held = self._clients.get(client, 0) + count
         if held:
             self._clients[client] = held
@@ -119,32 +118,33 @@ class Intake:
             RequestRefused: 400 the body is cut off or damaged, 408 it came too slowly, 413 it is too large,
                 415 its encoding is not supported, 422 it does not have the form of the wire, 503 no memory at present.
         """
-        body = await self._read(request, share)
-        values = json_values(body) if content_type == JSON else 0
-        charged = len(body) + values * JSON_VALUE_BYTES
-        share.take(charged)
-        if len(body) <= INLINE_BYTES:
-            parsed = parse(body, content_type)
+        body = await self._read(request, content_type, share)
+        if body.length <= INLINE_BYTES:
+            parsed = parse(body.content, content_type)
         else:
             async with self._parsers.slot(share.client):
-                parsed = await asyncio.to_thread(parse, body, content_type)
-        share.give(len(body))
+                parsed = await asyncio.to_thread(parse, body.content, content_type)
+        share.give(body.length)
         share.take(parsed.extra_bytes)
         return parsed.samples
 
-    async def _read(self, request: Request, share: MemoryShare) -> bytearray:
+    async def _read(self, request: Request, content_type: str, share: MemoryShare) -> Body:
         """Returns the unpacked body."""
         encoding = request.headers.get("content-encoding", "identity").lower()
         if encoding not in ("identity", "gzip"):
             raise RequestRefused(415, "unsupported_type", f"content-encoding {encoding!r}: send gzip or none")
         self._check_declared(request.headers.get("content-length"))
-        pieces = paced(request.stream(), self._limits)
-        body = bytearray()
-        async for piece in self._unpacked(pieces, share.client) if encoding == "gzip" else pieces:
-            if len(body) + len(piece) > self._limits.body_bytes:
-                raise too_large(self._limits)
-            share.take(len(piece))
-            body += piece
+        unpacker = Unpacker(self._parsers, share.client) if encoding == "gzip" else None
+        body, pace, more = Body(self._limits, content_type, share), Pace(self._limits), True
+        while more:
+            piece, more = await pace.next(request)
+            if unpacker is None:
+                body.add(piece)
+                continue
+            async for plain in unpacker.unpack(piece):
+                body.add(plain)
+        if unpacker is not None:
+            unpacker.check_end()
         return body
 
     def _check_declared(self, declared: str | None) -> None:
@@ -155,77 +155,115 @@ class Intake:
         if len(declared) > len(str(limit)) or int(declared) > limit:  # int() refuses thousands of digits
             raise too_large(self._limits)
 
-    async def _unpacked(self, pieces: AsyncIterator[bytes], client: str) -> AsyncIterator[bytes]:
-        """Yields the content of a gzip body in pieces. Raises RequestRefused (400)."""
-        unpacker = zlib.decompressobj(wbits=31)
-        async for piece in pieces:
-            while piece:
-                if unpacker.eof:
-                    raise RequestRefused(400, "malformed", "the body goes on after the end of its gzip content")
-                try:
-                    async with self._parsers.slot(client):
-                        plain = await asyncio.to_thread(unpacker.decompress, piece, PIECE_BYTES)
-                except zlib.error as error:
-                    raise RequestRefused(400, "malformed", f"not gzip: {error}") from error
-                yield plain
-                piece = unpacker.unused_data if unpacker.eof else unpacker.unconsumed_tail
-        if not unpacker.eof:
+
+class Body:
+    """An unpacked body, which is charged piece by piece: its bytes, and what will be parsed from them."""
+
+    def __init__(self, limits: LimitsConfig, content_type: str, share: MemoryShare) -> None:
+        self._limits, self._share = limits, share
+        self._is_json, self._values = content_type == JSON, 0
+        self.content: bytes | bytearray = b""
+
+    @property
+    def length(self) -> int:
+        return len(self.content)
+
+    def add(self, piece: bytes) -> None:
+        """Raises RequestRefused: 413 the body is too large, 503 no memory at present."""
+        if self.length + len(piece) > self._limits.body_bytes:
+            raise too_large(self._limits)
+        values = json_values(piece) if self._is_json else 0
+        self._values += values
+        if self._values > MAX_JSON_VALUES:
+            raise RequestRefused(413, "too_large", f"the body has more than {MAX_JSON_VALUES} values: send fewer items")
+        self._share.take(2 * len(piece) + values * JSON_VALUE_BYTES)
+        if not self.content:
+            self.content = piece
+            return
+        if isinstance(self.content, bytes):
+            self.content = bytearray(self.content)
+        self.content += piece
+
+
+class Unpacker:
+    """Unpacks a gzip body in a thread, in pieces."""
+
+    def __init__(self, parsers: FairSlots, client: str) -> None:
+        self._parsers, self._client = parsers, client
+        self._gzip = zlib.decompressobj(wbits=31)
+
+    async def unpack(self, piece: bytes) -> AsyncIterator[bytes]:
+        """Yields the content of the next piece of the body. Raises RequestRefused (400)."""
+        while piece:
+            if self._gzip.eof:
+                raise RequestRefused(400, "malformed", "the body goes on after the end of its gzip content")
+            try:
+                async with self._parsers.slot(self._client):
+                    plain = await asyncio.to_thread(self._gzip.decompress, piece, PIECE_BYTES)
+            except zlib.error as error:
+                raise RequestRefused(400, "malformed", f"not gzip: {error}") from error
+            yield plain
+            piece = self._gzip.unused_data if self._gzip.eof else self._gzip.unconsumed_tail
+
+    def check_end(self) -> None:
+        """Raises RequestRefused (400) unless the body is complete."""
+        if not self._gzip.eof:
             raise RequestRefused(400, "malformed", "the gzip body ends too early")
 
 
-async def paced(pieces: AsyncIterator[bytes], limits: LimitsConfig) -> AsyncIterator[bytes]:
-    """Yields the pieces of a body.
+class Pace:
+    """The time that a client has taken for its body. Time in which the service works does not count."""
 
-    Raises:
-        RequestRefused: 408 the client took longer than `body_s`, or was slower than `body_rate_kb` after the first
-            `header_s` seconds; 400 it closed the connection. Time in which the service works does not count.
-    """
-    loop = asyncio.get_running_loop()
-    waited, received = 0.0, 0
-    while True:
-        allowed = min(limits.body_s, limits.header_s + received / (limits.body_rate_kb * 1024))
+    def __init__(self, limits: LimitsConfig) -> None:
+        self._limits = limits
+        self._waited, self._received = 0.0, 0
+
+    async def next(self, request: Request) -> tuple[bytes, bool]:
+        """Returns the next piece of a body, and True if there may be more.
+
+        Raises:
+            RequestRefused: 408 the client took longer than `body_s`, or was slower than `body_rate_kb` after the first
+                `header_s` seconds; 400 it closed the connection.
+        """
+        limits, loop = self._limits, asyncio.get_running_loop()
+        allowed = min(limits.body_s, limits.header_s + self._received / (limits.body_rate_kb * 1024))
         begun = loop.time()
         try:
-            async with asyncio.timeout_at(begun + allowed - waited):
-                piece = await anext(pieces, None)
+            async with asyncio.timeout_at(begun + allowed - self._waited):
+                message = await request.receive()
         except TimeoutError as error:
             raise RequestRefused(
                 408,
                 "too_slow",
-                f"{received} bytes of the body came in {waited + loop.time() - begun:.1f} s: it must come within "
-                f"{limits.body_s:g} s, and faster than {limits.body_rate_kb:g} KiB/s",
+                f"{self._received} bytes of the body came in {self._waited + loop.time() - begun:.1f} s: it must come "
+                f"within {limits.body_s:g} s, and faster than {limits.body_rate_kb:g} KiB/s",
             ) from error
-        except ClientDisconnect as error:
-            raise RequestRefused(400, "malformed", "the body ended before its length") from error
-        if piece is None:
-            return
-        waited += loop.time() - begun
-        received += len(piece)
-        yield piece
+        if message["type"] == "http.disconnect":
+            raise RequestRefused(400, "malformed", "the body ended before its length")
+        self._waited += loop.time() - begun
+        self._received += len(message["body"])
+        return message["body"], message.get("more_body", False)
 
 
 def too_large(limits: LimitsConfig) -> RequestRefused:
     return RequestRefused(413, "too_large", f"the body is larger than {limits.body_mb:g} MiB: send fewer items at once")
 
 
-def json_values(body: bytearray) -> int:
-    """Returns an upper bound of the number of values in a JSON body. Raises RequestRefused (413)."""
-    count = 1 + sum(body.count(mark) for mark in (b",", b"[", b"{"))
-    if count > MAX_JSON_VALUES:
-        raise RequestRefused(413, "too_large", f"the body has more than {MAX_JSON_VALUES} values: send fewer items")
-    return count
+def json_values(piece: bytes) -> int:
+    """Returns an upper bound of the number of values that begin in a piece of a JSON body, the first one left out."""
+    return sum(piece.count(mark) for mark in (b",", b"[", b"{"))
 
 
-def parse(body: bytearray, content_type: str) -> Parsed:
+def parse(body: bytes | bytearray, content_type: str) -> Parsed:
     """Returns the samples in a body. Raises RequestRefused: 400 it is not a message, 422 it has another form."""
     try:
         request = decode(ReceivedRequest, body, content_type)
         samples = []
         for index, item in enumerate(request.requests):
-            metadata = read_metadata(item.metadata, content_type, f"$.requests[{index}].metadata")
-            packed = msgspec.Raw(msgspec.msgpack.encode(metadata))
-            # The received bytes of the metadata would keep the whole body in memory.
-            item = msgspec.structs.replace(item, metadata=packed)
+            if item.metadata is not NO_METADATA:
+                metadata = read_metadata(item.metadata, content_type, f"$.requests[{index}].metadata")
+                # The received bytes of the metadata would keep the whole body in memory.
+                item = msgspec.structs.replace(item, metadata=msgspec.Raw(msgspec.msgpack.encode(metadata)))
             samples.append(ReceivedSample(item, digest_of(item)))
     except msgspec.ValidationError as error:
         raise RequestRefused(422, "schema", str(error)) from error

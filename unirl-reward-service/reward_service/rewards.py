@@ -43,6 +43,8 @@ FIRST_PAUSE_S, LAST_PAUSE_S = 0.5, 60.0
 STOPS = ItemError("unavailable", "the service stops")
 MAX_BATCH_BYTES = 32 * MIB
 """Largest size of the media that are sent to a worker at once, in addition to the memory of their requests."""
+SHOWN_IDS = 8
+"""Largest number of items that a message of the log names."""
 MAX_TRIES = 2
 """An item whose worker dies is scored once more, alone. If the worker dies again, this item is the cause."""
 
@@ -296,12 +298,14 @@ class Replica:
                 raise
             except PeerGone:
                 end = await child.describe_end()
-                log.error("a worker of reward %r %s while it scored %d items", self._reward.name, end, len(batch))
+                ids = [job.row.id for job in batch[:SHOWN_IDS]]
+                log.error("a worker of %r %s while it scored %d items: %r", self._reward.name, end, len(batch), ids)
                 self._reward.submit_again(batch)
                 return "died"
             except TimeoutError:
                 timeout = self._reward.score_timeout_s
-                log.error("reward %r: no scores of %d items in %g s", self._reward.name, len(batch), timeout)
+                ids = [job.row.id for job in batch[:SHOWN_IDS]]
+                log.error("reward %r: no scores of %d items in %g s: %r", self._reward.name, len(batch), timeout, ids)
                 self._reward.settle(
                     batch, ItemError("timeout", f"not scored within {timeout:g} s; the worker was ended")
                 )
@@ -310,6 +314,11 @@ class Replica:
             self._reward.observe(batch, begun)
             for job, outcome in zip(batch, answer.outcomes, strict=True):
                 self._reward.settle_one(job, outcome)
+            limit_mb = self._reward.config.recycle_mb
+            if limit_mb is not None and (held_mb := child.resident_mb()) > limit_mb:
+                name = self._reward.name
+                log.warning("a worker of %r holds %.0f MiB, more than recycle_mb=%g", name, held_mb, limit_mb)
+                return "memory"
 
     async def _next(self, child: Child) -> list[Job] | None:
         """Returns the next batch, or None if the worker ends first."""

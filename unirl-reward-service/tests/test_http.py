@@ -31,6 +31,7 @@ def a_service(**limits) -> Service:
         "server": {
             "limits": {"items": 8, "body_mb": 0.01, "body_s": 0.2, "turns": 2, **limits},
             "queue_timeout_s": 0.1,
+            "host_names": ["test"],
         },
         "rewards": [{"name": "clip", "scorer": "brightness", "max_queue": 16}],
     }
@@ -162,6 +163,81 @@ def test_other_routes_and_methods_are_typed_too():
     assert refused(ask("GET", "/score")) == (405, "no_such_route")
 
 
+@pytest.mark.parametrize("path", ["/live", "/ready"])
+def test_probes_answer_without_the_token_and_under_any_name(path):
+    response = ask("GET", path, token=TOKEN, headers={"Host": "10.1.2.3:8000"})
+    assert response.status_code == (200 if path == "/live" else 503)
+
+
+def test_a_service_is_live_before_it_is_ready_and_while_it_drains():
+    service = a_service()
+    assert ask("GET", "/live", service).json() == {"status": "live"}
+    assert refused(ask("GET", "/ready", service)) == (503, "not_ready")
+    service.rewards["clip"]._replicas[0].ready = True
+    assert ask("GET", "/ready", service).json() == {"status": "ready"}
+    for phase in ("loading", "draining"):
+        service.phase = phase
+        assert ask("GET", "/live", service).json() == {"status": "live"}
+        assert ask("GET", "/ready", service).json()["detail"] == f"the service is {phase}"
+        response = ask("POST", "/score", service, content=body(), headers=JSON_TYPE)
+        assert refused(response) == (503, phase) and response.headers["retry-after"] == "1"
+
+
+def test_a_draining_service_waits_for_the_requests_in_progress_up_to_its_limit():
+    service = Service(config_of({"server": {"drain_s": 0.4}, "rewards": [{"name": "clip", "scorer": "brightness"}]}))
+
+    async def run(held_s: float) -> float:
+        begun = asyncio.get_running_loop().time()
+        service.phase = "serving"
+        with service.request():
+            draining = asyncio.ensure_future(service.drain())
+            await asyncio.wait([draining], timeout=held_s)
+        await draining
+        return asyncio.get_running_loop().time() - begun
+
+    assert 0.1 <= asyncio.run(run(0.1)) < 0.4
+    assert asyncio.run(run(5.0)) >= 0.4
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "", "[::2]:80"])
+def test_a_web_page_cannot_call_a_service_on_loopback_by_its_own_name(host):
+    service = Service(config_of({"rewards": [{"name": "clip", "scorer": "brightness"}]}))
+    assert refused(ask("GET", "/health", service, headers={"Host": host})) == (421, "wrong_host")
+
+
+@pytest.mark.parametrize("host", ["localhost:8000", "LOCALHOST", "127.0.0.1:1", "127.9.9.9", "[::1]:80", "[::1]"])
+def test_a_service_on_loopback_answers_by_the_names_of_this_machine(host):
+    service = Service(config_of({"rewards": [{"name": "clip", "scorer": "brightness"}]}))
+    assert ask("GET", "/health", service, headers={"Host": host}).status_code == 200
+
+
+def test_a_request_has_an_id_in_its_response_and_in_the_log(caplog):
+    caplog.set_level("INFO", "reward_service")
+    response = ask("POST", "/score", content=b"{", headers={**JSON_TYPE, "X-Request-Id": "run-7.batch_3"})
+    assert response.headers["x-request-id"] == "run-7.batch_3"
+    assert "request run-7.batch_3 of 127.0.0.1: POST '/score' -> 400" in caplog.text
+    forged = ask("GET", "/nothing%0Aforged", headers={"X-Request-Id": "a forged line"})
+    assert len(forged.headers["x-request-id"]) == 32 and "\nforged" not in caplog.text and "a forged" not in caplog.text
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
+def test_a_token_that_others_may_read_is_refused(mode, tmp_path):
+    file = tmp_path / "token"
+    file.write_text(TOKEN)
+    file.chmod(mode)
+    server = config_of({"server": {"token_file": str(file)}, "rewards": [{"name": "a", "scorer": "b"}]}).server
+    with pytest.raises(UsageError, match=f"has mode {mode:o}.*chmod 600"):
+        read_token(server)
+
+
+def test_the_document_has_the_limits_of_the_service():
+    document = ask("GET", "/openapi.json").json()
+    item = document["components"]["schemas"]["ScoreItem"]["properties"]
+    assert item["history"]["maxItems"] == 2 and item["required_rewards"]["uniqueItems"]
+    assert document["components"]["schemas"]["ScoreRequest"]["properties"]["requests"]["maxItems"] == 8
+    assert set(document["paths"]) == {"/score", "/rewards", "/health", "/live", "/ready", "/metrics"}
+
+
 def test_health_says_that_no_worker_is_ready():
     assert ask("GET", "/health").json() == {"status": "degraded", "rewards": {"clip": [False]}}
 
@@ -237,6 +313,7 @@ def test_a_token_file_opens_the_service_to_others_if_it_holds_a_token(tmp_path):
     with pytest.raises(UsageError, match="cannot be read"):
         read_token(server)
     file.write_text("short\n")
+    file.chmod(0o600)
     with pytest.raises(UsageError, match="at least 16"):
         read_token(server)
     file.write_text(f"{TOKEN}\n")
@@ -261,6 +338,9 @@ ONE = {"name": "a", "scorer": "b"}
         ({"rewards": [ONE], "server": {"port": "x"}}, "server.port"),
         ({"rewards": [ONE], "server": {"limits": {"body_mb": 600}}}, "does not fit twice"),
         ({"rewards": [ONE], "server": {"load_timeout_s": 0}}, "must be > 0"),
+        ({"rewards": [ONE], "server": {"tls_cert": "a.pem"}}, "need each other"),
+        ({"rewards": [ONE], "server": {"limits": {"client_share": 1.5}}}, "must lie in (0, 1]"),
+        ({"rewards": [{**ONE, "recycle_mb": 0}]}, "must be > 0"),
     ],
 )
 def test_an_error_in_the_file_is_named(tree, said):
@@ -305,7 +385,9 @@ def test_the_address_accepts_connections_as_soon_as_it_is_printed(tmp_path, caps
         pass
 
     async def serve(server, sockets):
-        printed = capsys.readouterr().out.rpartition(":")[2]
+        while not (said := capsys.readouterr().out):
+            await asyncio.sleep(0)
+        printed = said.rpartition(":")[2]
         socket.create_connection(("127.0.0.1", int(printed)), timeout=300).close()
 
     monkeypatch.setattr(Service, "start", start)

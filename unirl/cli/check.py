@@ -34,7 +34,7 @@ def run(argv: list[str], session: Session) -> int:
     say_missing_engines(recipe)
     say_crowded(recipe)
     if arguments.options.json:
-        print(json.dumps(recipe.resolved(), indent=1))
+        print(json.dumps(recipe.public(), indent=1))
     else:
         from unirl.plan.credit import credit_of_tracks
         from unirl.plan.placement import plan_of

@@ -5,6 +5,7 @@ This module loads neither torch nor transformers.
 
 from __future__ import annotations
 
+import ssl
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -77,8 +78,16 @@ class HttpClient:
         token: str | None,
         timeout_s: float,
         connections: int,
+        ca_file: str | None = None,
         transport: httpx2.BaseTransport | None = None,
     ) -> None:
+        """
+        Args:
+            ca_file: a PEM file with the certificates that are trusted instead of those of the system.
+
+        Raises:
+            ConfigError: `ca_file` cannot be read or has no certificate.
+        """
         import httpx2
 
         self._http = httpx2.Client(
@@ -90,7 +99,7 @@ class HttpClient:
             trust_env=False,
             follow_redirects=False,
             # Loading the root certificates takes time, and plain HTTP does not need them.
-            verify=base_url.startswith("https"),
+            verify=trusted(ca_file) if base_url.startswith("https") else False,
         )
         self.close = weakref.finalize(self, self._http.close)
 
@@ -130,6 +139,16 @@ class HttpClient:
             raise RequestFailed(f"the body cannot be decompressed: {error}") from error
         content_type = response.headers.get("content-type", "").partition(";")[0]
         return Reply(response.status_code, bytes(body), content_type, response.headers.get("retry-after", ""))
+
+
+def trusted(ca_file: str | None) -> ssl.SSLContext | bool:
+    """Returns the certificates that are trusted: those in a PEM file, or True for those of the system."""
+    if ca_file is None:
+        return True
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(f"ca_file={ca_file!r} has no certificate that can be read: {error}") from error
 
 
 def pieces(parts: Iterable[bytes | memoryview]) -> Iterator[memoryview]:

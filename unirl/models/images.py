@@ -55,6 +55,25 @@ def to_pil(pixels: Tensor) -> Image:
     return Image.fromarray(pixels.mul(255).round().to(torch.uint8).permute(1, 2, 0).cpu().numpy())
 
 
+def png_of(levels: Tensor) -> bytes:
+    """A PNG file of the levels [3, H, W] uint8."""
+    from PIL import Image
+
+    file = BytesIO()
+    Image.fromarray(levels.permute(1, 2, 0).cpu().numpy()).save(file, format="PNG", compress_level=1)
+    return file.getvalue()
+
+
+def png_image(data: bytes) -> Image:
+    """The image in a PNG file as RGB. Raises ValueError if it is none."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        return Image.open(BytesIO(data), formats=["PNG"]).convert("RGB")
+    except (UnidentifiedImageError, OSError, SyntaxError) as error:
+        raise ValueError(f"{len(data)} bytes are no PNG file: {error}") from error
+
+
 def open_image(uri: str) -> Image:
     """The image at a path or URL, rotated by its EXIF orientation. Its header is checked before its pixels are decoded.
 

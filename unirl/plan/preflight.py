@@ -42,7 +42,7 @@ from unirl.plan.compatibility import check_compatibility
 from unirl.plan.credit import check_credit, check_rewards, credit_notices
 from unirl.plan.geometry import Geometry, check_geometry, geometry_of
 from unirl.plan.layout import check_layout
-from unirl.plan.notices import data_notices, environment_notices, policy_notices
+from unirl.plan.notices import data_notices, engine_notices, environment_notices, policy_notices
 from unirl.plan.placement import PlacementPlan, plan_of
 from unirl.rollout.engine.base import EngineUse, RolloutEngine
 from unirl.rollout.engine.composed.engine import ComposedRolloutEngine, check_texts
@@ -176,6 +176,7 @@ def preflight(recipe: Recipe) -> Preflight:
     check_data(config)
     texts += credit_notices(recipe)
     texts += environment_notices(recipe)
+    texts += engine_notices(recipe)
     texts += data_notices(recipe)
     texts = list(dict.fromkeys(texts))  # one about a shared setting comes from every policy
     return Preflight(geometry_of(config, plan_of(config), needs_of(config)), plan_of(config), tuple(texts))
@@ -410,7 +411,14 @@ def check_server(config: RecipeConfig, plan: PlacementPlan) -> None:
     if isinstance(engine, UsesServers):
         sends_adapters = config.lora is not None and not config.merges_adapters
         alpha = config.lora.require("alpha", float) if config.lora is not None and sends_adapters else None
-        engine.check_use(config.rollout.values, EngineUse(len(plan.rollout), alpha, config.model_path))
+        use = EngineUse(len(plan.rollout), alpha, config.model_path, num_weights_of(config))
+        engine.check_use(config.rollout.values, use)
+
+
+def num_weights_of(config: RecipeConfig) -> int:
+    """The number of different weights from which a run samples: those of the steps, and of evaluations after them."""
+    published = -(-config.num_rollouts // config.weight_sync_interval)
+    return published + (1 if config.evaluation.eval_steps else 0)
 
 
 def check_model(config: RecipeConfig, variable: str | None) -> None:

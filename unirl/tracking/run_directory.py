@@ -33,6 +33,7 @@ from unirl.tracking.owner import (
     process_exists,
 )
 from unirl.tracking.tables import Row, replace_text
+from unirl.types.secrets import redact, redacted
 
 SCHEMA_VERSION = 1
 REMARKS: Mapping[str, str] = {"toy": "toy scale: random weights, rewards mean nothing"}
@@ -83,7 +84,11 @@ class RunDirectory:
                 f"run.dir={self.root} cannot be created: {error.strerror} ({error.filename}). Set run.dir or "
                 "OUTPUT_DIR to a writable folder"
             ) from error
-        self._write_start()
+        try:
+            self._write_start()
+        except BaseException:
+            self._owner.release()
+            raise
 
     @property
     def fence(self) -> Fence:
@@ -149,10 +154,10 @@ class RunDirectory:
             known = {key: value for key, value in vars(self.identity).items() if key != "argv"}
             record = {"schema_version": SCHEMA_VERSION} | made | known
         record |= {"exit": None, "sessions": [*record["sessions"], session], "versions": _versions(), "git": _git()}
-        _write_json(self.root / "run.json", record)
         machine = {"platform": platform.platform(), "cpus": os.cpu_count(), "python": sys.executable}
         environment = {"variables": allowed_environment(os.environ), "machine": machine, "versions": _versions()}
         _write_json(self.root / "env.json", environment)
+        _write_json(self.root / "run.json", record)  # last: from here on the caller records how the run ended
 
 
 def remark_of(root: Path) -> str:
@@ -221,7 +226,7 @@ def _is_alive(heartbeat: Path, session: Row) -> bool:
 
 
 def _write_json(path: Path, content: Row) -> None:
-    replace_text(path, json.dumps(content, indent=1, sort_keys=True) + "\n")
+    replace_text(path, json.dumps(redacted(content), indent=1, sort_keys=True) + "\n")
 
 
 def _versions() -> dict[str, str]:
@@ -259,31 +264,6 @@ ALLOWED = (
 )  # fmt: skip
 """Environment variables that are recorded. No others are."""
 ALLOWED_STARTS = ("NCCL_", "TORCH_", "PYTORCH_", "GLOO_")
-SECRET_WORD = r"(?:token|secret|password|passwd|api[_-]?key|access[_-]?key|credentials?|authorization)"
-SECRET_NAME = rf"(?:[\w.-]*[_.-])?{SECRET_WORD}"
-VALUE = r"""(?!\s|null\b|None\b)("[^"]*"|'[^']*'|[^\s,}]+)"""
-ASSIGNMENT = re.compile(rf"""(?im)((?:^|[\s,{{"'+]){SECRET_NAME}["']?\s*[:=][ \t]*){VALUE}""")
-USER_INFO = re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://)[^\s/@]+@")
-KEY_SHAPES = re.compile(r"\b(?:hf_\w{16,}|sk-[\w-]{16,}|gh[pousr]_\w{16,}|AKIA[A-Z0-9]{16})\b")
-MASK = "***"
-
-
-def redact(text: str) -> str:
-    """`text` without passwords in URLs, values of keys with secret-sounding names, and strings like access keys."""
-    text = USER_INFO.sub(rf"\1{MASK}@", text)
-    text = ASSIGNMENT.sub(rf"\1{MASK}", text)
-    return KEY_SHAPES.sub(MASK, text)
-
-
-def redacted(value: object, key: str = "") -> object:
-    """JSON data with `redact` applied to every text, and values whose keys have secret-sounding names masked."""
-    if isinstance(value, str):
-        return MASK if re.fullmatch(SECRET_NAME, str(key), re.IGNORECASE) else redact(value)
-    if isinstance(value, Mapping):
-        return {name: redacted(entry, name) for name, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [redacted(entry) for entry in value]
-    return value
 
 
 def allowed_environment(environment: Mapping[str, str]) -> dict[str, str]:

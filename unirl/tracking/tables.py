@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from unirl.types.secrets import without_values
+
 Row = dict[str, Any]
 """A JSON object that was read from a file."""
 
@@ -54,7 +56,7 @@ class JsonLines(_Table):
     """A file of one JSON object per line: keys sorted, floats as Python's repr."""
 
     def append(self, row: Mapping[str, object]) -> None:
-        self._file.write(json.dumps(finite(row), sort_keys=True, allow_nan=False) + "\n")
+        self._file.write(without_values(json.dumps(finite(row), sort_keys=True, allow_nan=False)) + "\n")
 
     def cut(self, step: int) -> None:
         """Removes the rows of steps after `step`."""
@@ -139,7 +141,11 @@ def finite(value: object) -> object:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replaces a file atomically: a reader, also after a crash, finds either the old text or the new one."""
+    """Replaces a file atomically: a reader, also after a crash, finds either the old text or the new one.
+
+    Values that are known to be secret are masked in every file that is written here, and in every table.
+    """
+    text = without_values(text)
     temporary = path.with_name(f".{path.name}.tmp")
     with open(temporary, "w", encoding="utf-8", newline="") as file:
         file.write(text)

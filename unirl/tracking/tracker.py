@@ -21,6 +21,7 @@ from unirl.tracking.tables import CsvTable, JsonLines, Row, finite, read_rows, r
 from unirl.tracking.timing import PhaseTimers, peak_memory
 from unirl.types.evaluation import EvalResult
 from unirl.types.protocols import State
+from unirl.types.secrets import redacted
 
 
 class Tracker:
@@ -147,12 +148,19 @@ class Tracker:
     def event(self, name: str, **fields: object) -> None:
         """Appends to events.jsonl, which is never cut back. Raises ValueError for an unknown event."""
         check_event(name)
-        self._events.append({"t": now(), "v": 1, "ev": name, **fields})
+        self._events.append(
+            {"t": now(), "v": 1, "ev": name, **{key: redacted(value, key) for key, value in fields.items()}}
+        )
 
     def note(self, text: str) -> None:
         """Shows one line on the console."""
         if self.console:
             self.console.note(text)
+
+    def restarted(self, number: int, allowed: int, error: str) -> None:
+        """Shows that the run started again by itself, and records it as an event."""
+        self.event("run.restart", restart=number, max=allowed, error=error)
+        self.note(f"restart {number} of {allowed} (restarts.max), after {error}")
 
     def choice(self, key: str, value: object, why: str) -> None:
         """Shows the value that a run chose for a setting `auto`, and writes it into run.json under `chosen`."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 from unirl.algorithms.base import StageAlgorithm
@@ -21,6 +22,7 @@ from unirl.config.failures import Session, failure_of
 from unirl.config.load import Recipe
 from unirl.config.node import Node, nodes_below
 from unirl.config.recipe import RecipeConfig, said_of_policy
+from unirl.config.secrets import refuse_masked
 from unirl.data.datasets import Prompt
 from unirl.distributed.group.base import Pool
 from unirl.distributed.group.handle import Group
@@ -42,6 +44,8 @@ from unirl.tracking.owner import OwnershipLostError
 from unirl.tracking.run_directory import RunDirectory
 from unirl.tracking.tracker import Tracker
 from unirl.train.backend.checkpoint import CheckpointStore, ResumePoint
+from unirl.train.backend.remote import RemoteCheckpoints
+from unirl.train.backend.signing import read_key
 from unirl.train.backend.snapshots import LIVE
 from unirl.train.configs import EmaLoraConfig
 from unirl.train.parity import ParityGate
@@ -75,11 +79,13 @@ def build_trainer(
         session: the command that started the run. Its `run_dir` is set to the run directory.
         tracker: the tracker to report to. None opens the run directory of the recipe.
     """
-    data = load_data(recipe)
     is_own_run = tracker is None
+    if is_own_run:
+        refuse_masked(recipe.resolved())
+    data = load_data(recipe)
     root = run_root(recipe) if tracker is None else tracker.run.root
     # A run that may not start leaves no folder.
-    checkpoints = CheckpointStore(root / "checkpoints", keep=recipe.config.keep_checkpoints)
+    checkpoints = store_of(recipe.config, root)
     judged = checkpoints.listing()
     resume = resume_point(checkpoints, recipe.config.resume)
     check_resumable(resume, checkpoints.directory, recipe)
@@ -94,8 +100,10 @@ def build_trainer(
             session.start()
         tracker = open_tracker(recipe, root, session.argv if session else (), threads)
     if session is not None:
-        session.run_dir = root
+        session.run_dir, session.grace_s = root, recipe.config.run.stop_grace_s
     with recorded_end(tracker):
+        if session is not None and session.restart is not None:
+            tracker.restarted(**vars(session.restart))
         # From here on this process alone writes. Another one may have saved after `resume` was chosen.
         checkpoints.check_writer = tracker.run.fence.check
         checkpoints.collect()
@@ -249,14 +257,15 @@ def assemble(
         policies=learners,
         tracker=tracker,
         stateful=saved_objects,
-        recipe=recipe.resolved(),
+        recipe=recipe.public(),
         environment=environment(next(iter(learners.values())).roles.train_ranks),
         chosen=chosen,
         checkpoints=checkpoints,
+        copies=remote_copies(config),
         saves_in_background=config.checkpoint.asynchronous,
         resume=resume,
         resume_command=continuation(recipe, tracker.run.root),
-        write_config=partial(tracker.run.write_config, recipe.composed.text(resolve_all=True), recipe.resolved_text()),
+        write_config=partial(tracker.run.write_config, recipe.written_text(), recipe.resolved_text()),
     )
     phases = Phases(
         timers=tracker.timers,
@@ -283,6 +292,27 @@ def assemble(
         credit_rule=recipe.credit,
     )
     return trainer
+
+
+def store_of(config: RecipeConfig, root: Path) -> CheckpointStore:
+    """The checkpoints of the run in `root`. Raises ConfigError (2004) if there is no key to sign them with."""
+    source = config.checkpoint.signing_key
+    return CheckpointStore(
+        root / "checkpoints",
+        keep=config.keep_checkpoints,
+        keep_every=config.checkpoint.keep_every,
+        key=None if source is None else read_key(source, "checkpoint.signing_key"),
+    )
+
+
+def remote_copies(config: RecipeConfig) -> RemoteCheckpoints | None:
+    """The place where checkpoints are copied, known to be writable. Raises CheckpointError (7003) if it is not."""
+    url = config.checkpoint.copy_to
+    if url is None:
+        return None
+    copies = RemoteCheckpoints(url, keep=config.keep_checkpoints, keep_every=config.checkpoint.keep_every)
+    copies.check()
+    return copies
 
 
 def estimator_of(recipe: Recipe) -> AdvantageEstimator:

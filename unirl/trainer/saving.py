@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
 
-from unirl.config.errors import StallError, WorkerError
+from unirl.config.errors import StallError, UniRLError, WorkerError
 from unirl.train.backend.base import TrainBackend
 from unirl.train.backend.state import is_written
 
@@ -29,7 +29,9 @@ class BackgroundSave:
     folders: Sequence[Path]
     """The folders that the backends write."""
     backends: Sequence[TrainBackend]
-    outcome: Future[None] = field(default_factory=Future)
+    copy: Callable[[], UniRLError | None] = lambda: None
+    """Copies the published checkpoint elsewhere. Returns the error if that failed."""
+    outcome: Future[UniRLError | None] = field(default_factory=Future)
     failure: BaseException | None = None
     """Set when the files will never be whole."""
 
@@ -46,10 +48,14 @@ class BackgroundSave:
         self.outcome.result()
         return True
 
-    def finish(self) -> None:
-        """Wait until the checkpoint is published. Raises the error of a save that failed."""
-        self._ask_backends(wait=True)
-        self.outcome.result()
+    def finish(self) -> UniRLError | None:
+        """Wait until the checkpoint is published and copied, and return the error of the copy if that failed.
+
+        Raises the error of a save that could not be published.
+        """
+        if not self.outcome.done():
+            self._ask_backends(wait=True)
+        return self.outcome.result()
 
     def leave(self, error: BaseException) -> None:
         """Finish the save of a run that ends by `error`. A save that cannot be finished leaves no files."""
@@ -74,7 +80,6 @@ class BackgroundSave:
                     if self.failure is not None:
                         raise self.failure
                     time.sleep(POLL_S)
+            self.outcome.set_result(self.copy())
         except BaseException as error:  # raised again in the driver's own thread
             self.outcome.set_exception(error)
-        else:
-            self.outcome.set_result(None)

@@ -102,7 +102,8 @@ def _check_format(media: MediaPayload, what: str, formats: Sequence[str], axes: 
 
 
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
-NO_METADATA = msgspec.Raw(b"")
+NO_METADATA = msgspec.Raw(b"\xc0")
+"""The metadata of an item that has none, in msgpack."""
 
 
 class ItemContent(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
@@ -206,6 +207,12 @@ class Health(Struct, frozen=True, kw_only=True):
     """reward -> readiness of each of its replicas."""
 
 
+class Probe(Struct, frozen=True, kw_only=True):
+    """The body of a successful response to `GET /live` and `GET /ready`."""
+
+    status: Literal["live", "ready"]
+
+
 class Refusal(Struct, frozen=True, kw_only=True):
     """The body of every response that is not a success."""
 
@@ -244,6 +251,8 @@ def check_plain(value: object, where: str) -> None:
 
     The time is linear in the number of values, of which at most MAX_VALUES are visited.
     """
+    if type(value) is dict and len(value) <= MAX_VALUES and {*map(type, value), *map(type, value.values())} == {str}:
+        return  # most metadata
     level: list[tuple[object, Place]] = [(value, (None, where))]
     visited = 0
     for _ in range(MAX_DEPTH + 1):
@@ -295,8 +304,6 @@ def read_metadata(raw: msgspec.Raw, content_type: str, where: str) -> dict[str, 
         msgspec.ValidationError: they are too large, too deep or not plain JSON; the message names the place.
     """
     data = memoryview(raw)
-    if not len(data):
-        return None
     if len(data) > MAX_METADATA_BYTES:
         raise msgspec.ValidationError(
             f"metadata has {len(data)} bytes: at most {MAX_METADATA_BYTES} are read - at `{where}`"

@@ -81,6 +81,8 @@ class EngineUse:
     """The setting backend.lora_cfg.alpha if adapters are sent. None: whole weights are."""
     model_path: str | None
     """The setting bundle.path. None: the bundle has none."""
+    num_weights: int
+    """The number of different weights that the run samples from, one after the other."""
 
 
 class DedicatedEngine(RolloutEngine):
@@ -173,11 +175,11 @@ class DedicatedEngine(RolloutEngine):
                 "push them first"
             )
         with torch.no_grad():
-            return sampled_from(self.held[0], self.sample(req))
+            return self.sample(req)
 
     @abstractmethod
     def sample(self, req: RolloutReq) -> RolloutResp:
-        """Sample from the present weights."""
+        """Sample from the present weights. Every row has their version."""
 
     @broadcast
     def sleep(self) -> None:

@@ -108,6 +108,7 @@ ENVIRONMENTS: Mapping[str, EngineEnvironment] = {
     each.name: each
     for each in (
         EngineEnvironment("sglang", "sglang", "sglang", "0.5.23"),
+        EngineEnvironment("vllm", "vllm", "vllm", "0.33.0"),
         EngineEnvironment("vllm_omni", "vllm-omni", "vllm_omni", "0.30.0"),
     )
 }

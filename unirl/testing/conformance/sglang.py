@@ -125,6 +125,8 @@ class FakeSGLangDiffusion:
         name, num_steps = body.get("rollout_sde_type", "sde"), int(body["num_inference_steps"])
         if name != "ode" and name not in KERNEL_CLASSES:
             raise RequestRefused(400, f"Invalid sampling params: unsupported rollout_sde_type {name!r}")
+        if "max_sequence_length" in extra:
+            extra = {"max_sequence_length": extra["max_sequence_length"] - self.model.family.extra_tokens}
         chosen = body.get("rollout_sde_step_indices")
         steps = () if name == "ode" else tuple(range(num_steps) if chosen is None else chosen)
         eta = float(body.get("rollout_noise_level", 0.7)) * (2 if self.fault == "other-noise-scale" else 1)

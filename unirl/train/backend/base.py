@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from unirl.config.errors import ConfigError, InvalidValueError
 from unirl.distributed.group.dispatch import broadcast, rank0
 from unirl.distributed.weight_sync.base import Payload
+from unirl.train.backend.health import NonFinite
 from unirl.types.facts import LoraSpec
 
 
@@ -215,6 +216,11 @@ class TrainBackend(ABC):
     @abstractmethod
     def checkpoint_bytes(self) -> int:
         """Approximate number of bytes that `save` writes."""
+
+    @broadcast
+    @abstractmethod
+    def nonfinite(self) -> tuple[NonFinite, ...]:
+        """The tensors that `save` would write with NaN or infinite elements, the same on all ranks. A collective."""
 
     @broadcast
     @abstractmethod

@@ -26,6 +26,7 @@ from unirl.train.backend.base import (
     TrainBackend,
     UpdateStats,
 )
+from unirl.train.backend.health import NonFinite, not_finite
 from unirl.train.backend.optimizer import adamw, empty_moments, load_optimizer, move_optimizer, optimizer_tensors
 from unirl.train.backend.sharding import FSDP2Sharding, Sharding
 from unirl.train.backend.snapshots import LIVE, Snapshots
@@ -344,16 +345,32 @@ class FSDPBackend(TrainBackend):
             for count, layout in zip(copies, self.layouts, strict=False)
         )
 
-    def save(self, directory: str, in_background: bool = False) -> None:
-        assert self.snapshots.active == LIVE, "save() inside weights(...) would save a snapshot as live weights"
-        moments = optimizer_tensors(self.optimizer, self._all_shards())
-        pieces = {
-            "weights": self._pieces(self.shards),
-            "optimizer": self._pieces(moments),
-            "snapshots": self._pieces(self._snapshot_tensors()),
+    def _saved_shards(self) -> dict[str, Mapping[str, Tensor]]:
+        """This rank's part of all tensors that a checkpoint contains, by the stem of their file."""
+        assert self.snapshots.active == LIVE, "inside weights(...) a snapshot would be saved as live weights"
+        shards: dict[str, Mapping[str, Tensor]] = {
+            "weights": self.shards,
+            "optimizer": optimizer_tensors(self.optimizer, self._all_shards()),
+            "snapshots": self._snapshot_tensors(),
         }
-        if self.value_sharding is not None:
-            pieces["value"] = self._pieces(self.value_sharding.shards)
+        return shards if self.value_sharding is None else shards | {"value": self.value_sharding.shards}
+
+    def nonfinite(self) -> tuple[NonFinite, ...]:
+        shards = {(stem, name): part for stem, parts in self._saved_shards().items() for name, part in parts.items()}
+        names = {f"{stem}: {name}": (stem, name) for stem, name in shards}
+        own = set(not_finite({name: shards[key] for name, key in names.items()}))
+        # Every rank learns which tensors are concerned, because the whole ones below are gathered by all ranks.
+        flags = self.rank.max_over_dp([name in own for name in names])
+        concerned = [name for name, flag in zip(names, flags, strict=True) if flag]
+        return tuple(NonFinite.of(name, self._whole(names[name][1], shards[names[name]])) for name in concerned)
+
+    def _whole(self, name: str, shard: Tensor) -> Tensor:
+        """The whole tensor of which this rank saves `shard` under `name`. A collective."""
+        owner = self._owners([name])[name]
+        return shard.detach() if owner is None else self.sharding.whole(owner, shard.detach())
+
+    def save(self, directory: str, in_background: bool = False) -> None:
+        pieces = {stem: self._pieces(shards) for stem, shards in self._saved_shards().items()}
         snapshots = tuple(sorted(self.snapshots.changing))
         counters = state.Counters(self.updates, self.skipped_in_a_row, state.trained_weights(self.lora), snapshots)
         state.write(Path(directory), pieces, counters, self.rank, self.writer, in_background)

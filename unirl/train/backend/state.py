@@ -129,9 +129,17 @@ def read_counters(directory: Path) -> Counters:
                 f"{path} has format {raw['format']}, and this version of UniRL reads only format {FORMAT}. Use the "
                 "version that wrote the checkpoint"
             )
-        return Counters(**{**raw, "snapshots": tuple(raw["snapshots"]), "files": tuple(raw["files"])})
+        counters = Counters(**{**raw, "snapshots": tuple(raw["snapshots"]), "files": tuple(raw["files"])})
     except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise _damaged(path, error) from error
+    for name in counters.files:
+        # The manifest lists every file of the checkpoint's folders, so a plain name is one that it lists.
+        if Path(name).name != name or (directory / name).is_symlink():
+            raise CheckpointError(
+                f"{path} names the file {name!r}, which the checkpoint's manifest does not list: a checkpoint reads "
+                "only its own files. Resume from one that UniRL wrote (`unirl ckpt ls` lists them)"
+            )
+    return counters
 
 
 def open_tensors(directory: Path, files: Sequence[str], rank: RankInfo) -> SavedTensors:

@@ -61,7 +61,7 @@ class FileWriter:
             data = filled(torch.empty(size, dtype=torch.uint8), pieces)
             with open(directory / name, "wb") as file:
                 file.write(header)
-                file.write(memoryview(data.numpy()))
+                file.write(data.numpy().data)
 
     def begin(self, directory: Path, files: Mapping[str, Pieces]) -> None:
         """Copy the tensors, and write, hash and flush the files in the background.
@@ -126,7 +126,7 @@ def filled(buffer: Tensor, pieces: Pieces) -> Tensor:
 def write_hashed(path: Path, header: bytes, data: Tensor) -> FileEntry:
     """Write and flush a file, and return its size and hash. Nothing is read back."""
     digest = hashlib.sha256(header)
-    view = memoryview(data.numpy())
+    view = data.numpy().data
     with open(path, "wb") as file:
         file.write(header)
         for start in range(0, len(view), CHUNK):

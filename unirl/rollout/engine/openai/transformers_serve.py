@@ -23,7 +23,7 @@ from unirl.config.errors import EngineError, SyncError
 from unirl.distributed.weight_sync.base import WeightLayout
 from unirl.distributed.weight_sync.fingerprint import Fingerprint, fingerprints
 from unirl.models.language.bundle import load_network
-from unirl.models.language.pipeline import TextPipeline
+from unirl.models.language.pipeline import PlainPrompt, TextPipeline
 from unirl.models.loading.hub import quiet_libraries
 from unirl.rollout.engine.serving.http_server import HttpServer, shown
 from unirl.rollout.engine.serving.process import LOOPBACK
@@ -109,7 +109,7 @@ class TransformersServer(HttpServer, TokenServer):
         }
         if params.temperature > 0:
             settings["temperature"] = params.temperature
-        return self._generate(request.prompt, settings, request.seed)
+        return self._generate(request.prompt.tokens, settings, request.seed)
 
     def _generate(self, prompt: Sequence[int], settings: Mapping[str, object], seed: int) -> TokenAnswer:
         body = {
@@ -125,7 +125,7 @@ class TransformersServer(HttpServer, TokenServer):
             tokens = [int(word) for word in choice.text.split()]
         except (msgspec.DecodeError, ValueError) as error:
             raise EngineError(f"{self.name}: an answer cannot be read: {error}: {shown(reply)}") from error
-        return TokenAnswer(tokens, None, Path(completion.model).name)
+        return TokenAnswer(tokens, None, [Path(completion.model).name])
 
     def begin_weights(self, name: str) -> None:
         self.sent, self.weights_name = {}, name
@@ -149,7 +149,7 @@ class TransformersServer(HttpServer, TokenServer):
         self.sent = {}
         return fingerprints((name, held[name]) for name in tensors)
 
-    def probe(self, prompts: Sequence[Sequence[int]], logits: Tensor) -> ProbeResult:
+    def probe(self, prompts: Sequence[PlainPrompt], logits: Tensor) -> ProbeResult:
         """Compares logits through the choice of the most likely token.
 
         l_m is the largest logit, l_t that of another token t. With a bias b on t the server chooses m if
@@ -157,7 +157,7 @@ class TransformersServer(HttpServer, TokenServer):
         """
         scale = float(logits.double().square().mean().sqrt())
         for step in PROBE_LADDER:
-            if all(self._agrees(prompt, row, step * scale) for prompt, row in zip(prompts, logits, strict=True)):
+            if all(self._agrees(prompt.tokens, row, step * scale) for prompt, row in zip(prompts, logits, strict=True)):
                 return ProbeResult(step * scale, step)
         return ProbeResult(float("inf"), float("inf"))
 

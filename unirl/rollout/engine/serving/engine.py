@@ -11,10 +11,13 @@ import tempfile
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, TypeVar
+
+import torch
 
 from unirl.config.errors import IncompatibleError, SyncError, WeightsLostError
 from unirl.distributed.group.rank import current
@@ -25,6 +28,7 @@ from unirl.models.base import Pipeline
 from unirl.models.loading.lora import adapter_names, inject_lora
 from unirl.rollout.engine.base import DedicatedEngine, EngineUse
 from unirl.rollout.engine.serving.http_server import HttpServer, check_arguments
+from unirl.rollout.engine.serving.in_flight import Gate, Interrupted
 from unirl.rollout.engine.serving.server import Server
 from unirl.rollout.engine.serving.settings import ServerSettings, check_values
 from unirl.sde.noise import NoiseSource, key_seed
@@ -63,12 +67,17 @@ class ServingEngine(DedicatedEngine, ServerSettings):
         self.server: Server = self.server_class(
             self.pipeline, root / "engine" / name, root / "logs" / f"{name}.log", self
         )
+        self.gate = Gate()
+        self.versions: dict[str, int] = {}
+        """Name of the weights of each finished transfer to the number of optimizer updates behind them, in order."""
         self.forwarder: WeightForwarder | None = None
         self.owner = secrets.token_hex(4)
         """Part of the names of weights. It tells this engine from another one that uses the same server."""
         self.num_transfers = 0
         self.weights_name = ""
         """The name under which the server has the weights of the last transfer."""
+        self.version = 0
+        """The number of optimizer updates behind them."""
 
     def facts(self) -> ModelFacts:
         return self.pipeline.facts
@@ -77,6 +86,7 @@ class ServingEngine(DedicatedEngine, ServerSettings):
     def check_settings(cls, sampling: Sampling, settings: Mapping[str, object]) -> None:
         """Raises a ConfigError for sampling settings or a value of the block `rollout` that cannot work, by its key."""
         check_values(settings)
+        check_in_flight(settings.get("in_flight", "drain"), cls.server_class)
         arguments = settings.get("engine_args")
         check_arguments(arguments if isinstance(arguments, Mapping) else (), cls.server_class.own_arguments)
 
@@ -106,14 +116,29 @@ class ServingEngine(DedicatedEngine, ServerSettings):
     def take(self, bucket: Bucket) -> None:
         tensors = self._bound().checked(bucket)
         if bucket.number == 0:
+            self._clear_the_way()
             self.num_transfers += 1
+            self.version = bucket.version
             self.weights_name = f"{self.num_transfers:06d}-{bucket.weights}-{bucket.version}-{self.owner}"
             self.server.begin_weights(self.weights_name)
         self.server.send_weights(tensors)
 
     def arrival(self) -> Arrival:
         """Let the server sample from the weights of the transfer, and report what it has now."""
-        return self._bound().arrival_of(self.server.end_weights())
+        held = self.server.end_weights()
+        self.versions[self.weights_name] = self.version
+        if self.in_flight != "drain":
+            self.server.proceed()
+        self.gate.open()
+        return self._bound().arrival_of(held)
+
+    def _clear_the_way(self) -> None:
+        """Before a transfer: let requests wait, and do with the running ones what `rollout.in_flight` says."""
+        self.gate.close()
+        if self.in_flight == "drain":
+            self.gate.wait_idle()
+        else:
+            self.server.interrupt(self.in_flight)
 
     def _bound(self) -> WeightForwarder:
         if self.forwarder is None:
@@ -155,14 +180,48 @@ class ServingEngine(DedicatedEngine, ServerSettings):
                 raise
         return [answers[row] for row in range(len(requests))]
 
-    def check_weights(self, id: str, weights: str) -> None:
-        """Raises SyncError unless `weights`, from which the server sampled a row, are those of the last transfer."""
-        if weights != self.weights_name:
+    def ask(self, id: str, attempt: Callable[[], AnswerT]) -> tuple[AnswerT, list[str]]:
+        """The answer to one request, after retries. It waits while weights are sent.
+
+        Returns:
+            The answer, and the names of the weights that may have given it: the last ones when it was asked for, and
+            those that were sent meanwhile.
+        """
+
+        def once() -> tuple[AnswerT, str]:
+            with self.gate.passing():
+                before = self.weights_name
+                return attempt(), before
+
+        while True:
+            with suppress(Interrupted):
+                answer, before = self.server.insist(f"for {id}", once)
+                names = list(self.versions)
+                return answer, names[names.index(before) :]
+
+    def check_weights(self, id: str, weights: str, names: Sequence[str]) -> None:
+        """Raises SyncError unless `weights`, from which the server sampled a row, are among `names`."""
+        if weights not in names:
             self.server.recover()  # raises if the server was restarted, which explains it
             raise SyncError(
                 f"{self.server.name} sampled {id} from the weights {weights!r}, and the last verified "
-                f"ones are {self.weights_name!r}: another program may have loaded weights into the same server"
+                f"ones are {names[-1]!r}: another program may have loaded weights into the same server"
             )
+
+    def with_versions(self, resp: RolloutResp, weights: Sequence[str]) -> RolloutResp:
+        """The response of one track, whose rows were sampled from the weights of these names."""
+        [(name, track)] = resp.tracks.items()
+        versions = torch.tensor([self.versions[each] for each in weights], dtype=torch.int64)
+        return RolloutResp({name: track.replace(weight_version=versions)})
+
+
+def check_in_flight(in_flight: object, server: type[Server]) -> None:
+    """Raises IncompatibleError for a value of `rollout.in_flight` that a server cannot carry out."""
+    if in_flight not in server.in_flight_modes:
+        raise IncompatibleError(
+            f"rollout.in_flight={in_flight}: {server.name} cannot {in_flight} the requests that it answers. Use "
+            f"{' or '.join(server.in_flight_modes)}"
+        )
 
 
 def seeds_of(req: RolloutReq, sampling: Sampling, what: str) -> list[int]:

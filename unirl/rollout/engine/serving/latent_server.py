@@ -18,7 +18,7 @@ from unirl.rollout.engine.serving.payloads import ADAPTER_TENSOR
 from unirl.rollout.engine.serving.settings import InstalledServerSettings
 from unirl.rollout.engine.serving.sigma_verify import UsedSettings
 from unirl.sde.kernels import CPSSDEStrategy
-from unirl.types.facts import LatentFacts
+from unirl.types.facts import LatentFacts, ModelFacts
 from unirl.types.protocols import Kernel
 from unirl.types.sampling import DiffusionSamplingParams
 
@@ -52,6 +52,10 @@ class LatentFamily:
 
     sequence_length: int | None = None
     """The number of text tokens that the server always encodes. None: that of the request."""
+    blank: str = ""
+    """The text that it gets in place of an empty prompt."""
+    token_side: int | None = None
+    """Its latents are tokens [H W / p^2, C p^2] with this p. None: they are [C, H, W], or [C, F, H, W]."""
 
 
 class LatentServer(HttpServer):
@@ -146,6 +150,15 @@ def check_noise(name: str, params: DiffusionSamplingParams) -> None:
     if params.solver is not None or params.cache_threshold is not None:
         key = "solver" if params.solver is not None else "cache_threshold"
         raise IncompatibleError(f"sampling.{key}: {name} takes Euler steps, and computes all of them. Remove it")
+
+
+def check_images(name: str, facts: ModelFacts) -> None:
+    """Raises IncompatibleError for a model that needs condition images, which are not sent to servers."""
+    if facts.condition_images[0] > 0:
+        raise IncompatibleError(
+            f"{name} gets prompts without images here, and this model ({facts.family}) needs them. Use another engine: "
+            "rollout=replica"
+        )
 
 
 def check_length(name: str, params: DiffusionSamplingParams, length: int | None) -> None:

@@ -29,6 +29,7 @@ from unirl.rollout.engine.serving.latent_server import (
     LatentAnswer,
     LatentRequest,
     LatentServer,
+    check_images,
     check_length,
     check_noise,
     served_family,
@@ -85,6 +86,7 @@ class LatentServingEngine(ServingEngine):
         server = cls.server_class
         family = served_family(server.name, server.families, facts.family)
         params = sampling_as(DiffusionSamplingParams, sampling, f"{server.name} samples with")
+        check_images(server.name, facts)
         check_noise(server.name, params)
         server.check_levels(params)
         if settings["program"] != FAKE:
@@ -149,12 +151,12 @@ class LatentServingEngine(ServingEngine):
         stored = stored_positions(params.sde_indices or (), params.num_inference_steps)
         asked = tuple(sorted({0, *stored}))
         answers = self.answers([LatentRequest(*row) for row in rows], partial(self._checked, params, asked))
-        self.check_weights(
-            f"the {len(answers)} samples of {req.sample_ids[0]} and others", self.server.current_weights()
-        )
+        who = f"the {len(answers)} samples of {req.sample_ids[0]} and others"
+        self.check_weights(who, self.server.current_weights(), list(self.versions)[-1:])
         segment = self._segment(req, params, answers, [asked.index(position) for position in stored])
         cut = self.pipeline.cut_prompts(req.prompts(), params)
-        return response_of(req, conditions, segment, self.pipeline.decode(segment.final), cut)
+        resp = response_of(req, conditions, segment, self.pipeline.decode(segment.final), cut)
+        return self.with_versions(resp, [str(answer.weights) for answer in answers])
 
     def _check_request(self, req: RolloutReq, params: DiffusionSamplingParams) -> None:
         """Raises IncompatibleError, naming the key, for settings with which the server cannot sample."""
@@ -170,9 +172,11 @@ class LatentServingEngine(ServingEngine):
         self, params: DiffusionSamplingParams, positions: Sequence[int], request: LatentRequest
     ) -> LatentAnswer:
         """The checked answer to one request, after retries. A retried request has the same seed."""
-        answer = self.server.insist(f"for {request.id}", lambda: self.server.sample(request, params, positions))
-        if answer.weights is not None:
-            self.check_weights(request.id, answer.weights)
+        answer, names = self.ask(request.id, lambda: self.server.sample(request, params, positions))
+        if answer.weights is None:  # no transfer begins while it is answered
+            answer = dataclasses.replace(answer, weights=names[0])
+        else:
+            self.check_weights(request.id, answer.weights, names)
         who = f"{self.server.name}, for {request.id}"
         verify_used(who, params, self.pipeline.facts.guidance_of(params), answer.used)
         self._check_latents(who, request, params, positions, answer)

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from unirl.config.errors import InvalidValueError
 from unirl.rollout.engine.environments import ENVIRONMENTS
+from unirl.rollout.engine.serving.in_flight import InFlight
 
 ServerTransport = Literal["http", "ipc"]
 """The ways of weights from an engine to its server: in requests, or through memory that both share."""
@@ -42,6 +43,10 @@ class ServerSettings:
     """Seconds that the server has to start."""
     timeout_s: float = 1800.0
     """Seconds that it has for one answer."""
+    in_flight: InFlight = "drain"
+    """What happens to the requests that the server answers when new weights are sent: drain (the transfer waits for
+    their answers), abort (they are asked again after it) or pause (they go on with the new weights). The loop sends
+    weights between rollouts, when there are none."""
     max_restarts: int = 3
     """How often a server that ended is started again. It gets its weights again."""
 

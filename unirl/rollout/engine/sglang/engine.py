@@ -14,7 +14,9 @@ from unirl.rollout.engine.serving.latents import LatentServingEngine
 from unirl.rollout.engine.serving.settings import TOY
 from unirl.rollout.engine.sglang.families import FAMILIES
 from unirl.rollout.engine.sglang.server import SGLangDiffusionServer, SGLangDiffusionSettings
+from unirl.types.facts import ModelFacts
 from unirl.types.protocols import Capabilities
+from unirl.types.sampling import Sampling
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -27,6 +29,15 @@ class SGLangRolloutEngine(LatentServingEngine, SGLangDiffusionSettings):
     toy: ClassVar[Mapping[str, object]] = {**TOY, "model_id": None, "tp_size": 1}
     server_class: ClassVar[type[LatentServer]] = SGLangDiffusionServer
     files: ClassVar[str] = "sglang-diffusion"
+
+    @classmethod
+    def check_recipe(cls, facts: ModelFacts, sampling: Sampling, settings: Mapping[str, object]) -> None:
+        super().check_recipe(facts, sampling, settings)
+        if FAMILIES[facts.family].fused and settings["tp_size"] != 1:
+            raise IncompatibleError(
+                f"rollout.tp_size={settings['tp_size']}: SGLang divides the fused layers of {facts.family} among its "
+                "ranks in an order in which they cannot be verified. Set rollout.tp_size=1"
+            )
 
     @classmethod
     def check_use(cls, settings: Mapping[str, object], use: EngineUse) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -60,8 +60,8 @@ class SGLangDiffusionSettings(InstalledServerSettings):
     """The word dynamic adds adapters in every forward, in their own dtype. The word merge adds them to the weights,
     which is faster and rounds small updates away in bfloat16; auto lets SGLang choose."""
     transport: ServerTransport = "http"
-    """The way of weights from the engine to its server. http: in requests. ipc: a file in the main memory of the machine,
-    which both must share. Adapters travel in requests."""
+    """The way of weights from the engine to its server. http: in requests. ipc: a file in the main memory of the
+    machine, which both must share. Adapters travel in requests."""
     verify_weights: bool = True
     """Compare a checksum of the server's weights after every rollout, since its answers do not name the weights. It
     reads all weights of the trained module."""
@@ -89,6 +89,8 @@ class SGLangDiffusionServer(LatentServer):
         self.extra_words = option_words(settings.engine_args)
         self.hashes: dict[str, str] = {}
         """The hashes of the tensors of the last transfer, by their names in requests."""
+        self.parts: Mapping[str, Tensor] = {}
+        """Tensors of fused layers whose other parts are still under way."""
         self.adapter_tensors: dict[str, Tensor] = {}
         """The adapter that is under way, by the names of its tensors in requests."""
         self.file = SharedFile(folder / "sent", messages.MODULE) if settings.transport == "ipc" else None
@@ -161,13 +163,15 @@ class SGLangDiffusionServer(LatentServer):
         check_density(cls.name, kernel)
 
     def sample(self, request: LatentRequest, params: DiffusionSamplingParams, positions: Sequence[int]) -> LatentAnswer:
-        length = None if self.sequence_length is not None else params.max_sequence_length
-        body = messages.generate(request.prompt, request.seed, params, positions, self._noise_device.type, length)
+        length = None if self.sequence_length is not None else params.max_sequence_length + self.family.extra_tokens
+        blank = self.family.blank
+        prompt, params = request.prompt or blank, replace(params, negative_prompt=params.negative_prompt or blank)
+        body = messages.generate(prompt, request.seed, params, positions, self._noise_device.type, length)
         rows = self._read_samples(self.post("/rollout/generate", body))
         if len(rows) != 1:
             raise EngineError(f"{self.name} answered {request.id} with {len(rows)} samples, and one was asked for")
         [row] = rows
-        if (row.prompt, row.seed) != (request.prompt, request.seed):
+        if (row.prompt, row.seed) != (prompt, request.seed):
             raise EngineError(f"{self.name} answered {request.id} with the sample of seed {row.seed}, {row.prompt!r}")
         trajectory = row.dit_trajectory
         try:
@@ -216,17 +220,20 @@ class SGLangDiffusionServer(LatentServer):
 
     def begin_weights(self, name: str) -> None:
         self.weights_name, self.has_lost_weights = name, False
-        self.hashes, self.adapter_tensors = {}, {}
+        self.hashes, self.adapter_tensors, self.parts = {}, {}, {}
 
     def send_weights(self, tensors: Mapping[str, Tensor]) -> None:
         named = {self.wire[name]: tensor for name, tensor in tensors.items()}
-        self.hashes |= {name: messages.tensor_hash(tensor) for name, tensor in named.items()}
         if self._sends_adapter:
+            self.hashes |= {name: messages.tensor_hash(tensor) for name, tensor in named.items()}
             self.adapter_tensors |= messages.copied(named)
         elif self.file is not None:
             self.file.write(named)
             self._change("/update_weights_from_disk", messages.weights_from_folder(self.file.folder))
         else:
+            whole, waiting = self.family.joined(self.parts | named)
+            self.hashes |= {name: messages.tensor_hash(tensor) for name, tensor in whole.items()}
+            self.parts = messages.copied(waiting)
             self._change("/update_weights_from_tensor", messages.weights_from_tensors(named))
 
     def end_weights(self) -> None:

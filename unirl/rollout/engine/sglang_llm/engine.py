@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
+from unirl.rollout.engine.base import EngineUse
 from unirl.rollout.engine.serving.http_server import HttpServer
+from unirl.rollout.engine.serving.in_flight import InFlight
 from unirl.rollout.engine.serving.settings import TOY
 from unirl.rollout.engine.serving.tokens import TokenServingEngine
-from unirl.rollout.engine.sglang_llm.server import SGLangServer, SGLangSettings, check_sampling
+from unirl.rollout.engine.sglang_llm.server import SGLangServer, SGLangSettings, check_pause, check_sampling
 from unirl.types.protocols import Capabilities
 from unirl.types.sampling import ARSamplingParams, Sampling, sampling_as
 
@@ -30,6 +32,11 @@ class SGLangLLMRolloutEngine(TokenServingEngine, SGLangSettings):
     }
     server_class: ClassVar[type[HttpServer]] = SGLangServer
     files: ClassVar[str] = "sglang"
+
+    @classmethod
+    def check_use(cls, settings: Mapping[str, object], use: EngineUse) -> None:
+        super().check_use(settings, use)
+        check_pause(cast(InFlight, settings["in_flight"]), use.adapter_alpha is not None)
 
     @classmethod
     def check_settings(cls, sampling: Sampling, settings: Mapping[str, object]) -> None:

@@ -15,9 +15,10 @@ from torch import Tensor
 from unirl.config.errors import EngineError, IncompatibleError, SyncError
 from unirl.config.http import PROBE_TIMEOUT_S, RequestFailed, ServerBusy
 from unirl.distributed.weight_sync.base import WeightLayout
-from unirl.models.language.pipeline import TextPipeline
+from unirl.models.language.pipeline import PlainPrompt, TextPipeline
 from unirl.rollout.engine.serving.fake import fake_command
 from unirl.rollout.engine.serving.http_server import HttpServer, option_words
+from unirl.rollout.engine.serving.in_flight import InFlight
 from unirl.rollout.engine.serving.payloads import copied
 from unirl.rollout.engine.serving.process import LOOPBACK
 from unirl.rollout.engine.serving.settings import InstalledServerSettings
@@ -27,6 +28,8 @@ from unirl.rollout.engine.sglang_llm.checksums import ChecksumProof, SentTensors
 from unirl.rollout.engine.sglang_llm.names import checkpoint_names, wire_names
 from unirl.types.sampling import ARSamplingParams
 
+PAUSES: Mapping[InFlight, str] = {"abort": "abort", "pause": "retract"}
+"""Mode of /pause_generation. `retract` computes keys and values of the tokens so far again, with the new weights."""
 PROBED_TOKENS = 32
 """The most likely tokens after a prompt, whose log-probs the probe compares."""
 PROBE_TEMPERATURES = (0.0, 2.0)
@@ -69,6 +72,8 @@ class SGLangServer(HttpServer, TokenServer):
 
     name: ClassVar[str] = "SGLang"
     health: ClassVar[str] = "/ready"
+    reads_images: ClassVar[bool] = True
+    in_flight_modes: ClassVar[tuple[InFlight, ...]] = ("drain", "abort", "pause")
     own_arguments: ClassVar[Collection[str]] = (
         *("model_path", "host", "port", "dtype", "device", "base_gpu_id", "tp_size", "mem_fraction_static"),
         *("context_length", "enable_deterministic_inference", "enable_memory_saver", "enable_weights_cpu_backup"),
@@ -109,6 +114,7 @@ class SGLangServer(HttpServer, TokenServer):
                 self.pipeline.write_model({}, self.root)
         else:
             self.root = bundle.directory_of(bundle.path, bundle.revision)
+        check_pause(self.settings.in_flight, layout.payload == "adapter")
         self.layout = layout
         self.wire = wire_names(layout, checkpoint_names(self.root, bundle.family))
 
@@ -176,12 +182,12 @@ class SGLangServer(HttpServer, TokenServer):
         check_sampling(params)
         row = self._generate(request.id, request.prompt, params, request.seed)
         logps = [float("nan") if logp is None else logp for logp, _, _ in row.meta_info.output_token_logprobs]
-        return TokenAnswer(row.output_ids, logps, row.meta_info.weight_version)
+        return TokenAnswer(row.output_ids, logps, weights_of(row.meta_info))
 
     def _generate(
         self,
         id: str,
-        prompt: Sequence[int],
+        prompt: PlainPrompt,
         params: ARSamplingParams,
         seed: int,
         scored: Sequence[int] | None = None,
@@ -199,8 +205,15 @@ class SGLangServer(HttpServer, TokenServer):
         meta = row.meta_info
         if meta.finish_reason.type == "abort":
             raise RequestFailed(f"the server aborted {id}: {meta.finish_reason.message}")
-        if meta.id != rid or row.prompt_token_ids != list(prompt):
+        if meta.id != rid or (row.prompt_token_ids != prompt.expanded and not prompt.images):
             raise EngineError(f"{self.name} answered {id} with the response to another request, {meta.id}")
+        if row.prompt_token_ids != prompt.expanded:
+            raise EngineError(
+                f"{self.name} reads the {len(prompt.images)} images in the prompt of {id} as another number of tokens: "
+                f"the prompt has {len(row.prompt_token_ids)} tokens there, and {len(prompt.expanded)} here. It scales "
+                "images to the bounds of the checkpoint: pipeline.min_pixels and pipeline.max_pixels must lie within "
+                "them, and the server may not have --mm-process-config"
+            )
         scored_tokens = [token for _, token, _ in meta.output_token_logprobs]
         if scored_tokens != row.output_ids or meta.completion_tokens != len(row.output_ids):
             raise EngineError(
@@ -208,11 +221,11 @@ class SGLangServer(HttpServer, TokenServer):
                 f"{row.output_ids[:8]}... ({len(row.output_ids)}) with log-probs of {scored_tokens[:8]}... "
                 f"({len(scored_tokens)})"
             )
-        versions = {span.version for span in meta.weight_versions} | {meta.weight_version}
-        if len(versions) > 1:
+        weights = weights_of(meta)
+        if len(weights) > 1 and self.settings.in_flight != "pause":
             raise SyncError(
-                f"{self.name} sampled {id} from several weights, {', '.join(sorted(versions))}: another program sent "
-                "weights to the same server meanwhile. Give each run its own server"
+                f"{self.name} sampled {id} from several weights, {', '.join(weights)}: another program sent weights to "
+                "the same server meanwhile. Give each run its own server"
             )
         return row
 
@@ -222,6 +235,12 @@ class SGLangServer(HttpServer, TokenServer):
             self.post("/abort_request", {"rid": rid}, timeout_s=PROBE_TIMEOUT_S)
 
     # Weights
+
+    def interrupt(self, in_flight: InFlight) -> None:
+        self.insist_on("/pause_generation", {"mode": PAUSES[in_flight]})
+
+    def proceed(self) -> None:
+        self.insist_on("/continue_generation", {})
 
     def begin_weights(self, name: str) -> None:
         self.weights_name, self.has_lost_weights = name, False
@@ -300,7 +319,7 @@ class SGLangServer(HttpServer, TokenServer):
 
     # Checks of what it computes
 
-    def probe(self, prompts: Sequence[Sequence[int]], logits: Tensor) -> ProbeResult:
+    def probe(self, prompts: Sequence[PlainPrompt], logits: Tensor) -> ProbeResult:
         """Compares the log-probs of likely tokens, and at first checks that seeds are kept."""
         if self.settings.deterministic and not self.has_checked_seeds:
             self._check_seeds(prompts[0])
@@ -314,7 +333,7 @@ class SGLangServer(HttpServer, TokenServer):
         scale = float(logits.double().square().mean().sqrt())
         return ProbeResult(float(gap.abs().max()), float(gap.square().mean().sqrt()) / scale)
 
-    def _gaps(self, prompt: Sequence[int], logits: Tensor, temperature: float) -> Tensor:
+    def _gaps(self, prompt: PlainPrompt, logits: Tensor, temperature: float) -> Tensor:
         """Differences between the server's log-probs of the token after a prompt and those of `logits` [V]."""
         likely = logits.topk(min(PROBED_TOKENS, len(logits))).indices.tolist()
         params = ARSamplingParams(max_new_tokens=1, temperature=temperature)
@@ -326,7 +345,7 @@ class SGLangServer(HttpServer, TokenServer):
         theirs = torch.tensor([float("nan") if logp is None else logp for logp, _, _ in scores], dtype=torch.float64)
         return theirs - (logits / (temperature or 1.0)).log_softmax(0)[tokens]
 
-    def _check_seeds(self, prompt: Sequence[int]) -> None:
+    def _check_seeds(self, prompt: PlainPrompt) -> None:
         """Raises EngineError unless equal seeds give equal responses and another seed gives another one."""
 
         def sampled(seed: int) -> list[int]:
@@ -359,6 +378,20 @@ class SGLangServer(HttpServer, TokenServer):
         self.post_once("/resume_memory_occupation", {})
         if self._checksums() != self.asleep:
             raise SyncError(f"{self.name} has other weights after its sleep than before: see {self.log}")
+
+
+def weights_of(meta: messages.Meta) -> list[str]:
+    """The names of the weights that a response was sampled from, in the order of its tokens, without repetitions."""
+    return list(dict.fromkeys([span.version for span in meta.weight_versions] or [meta.weight_version]))
+
+
+def check_pause(in_flight: InFlight, sends_adapters: bool) -> None:
+    """Raises IncompatibleError for requests that are to go on with another adapter than they name."""
+    if in_flight == "pause" and sends_adapters:
+        raise IncompatibleError(
+            "rollout.in_flight=pause: a request names its adapter, so that it cannot go on with another one. Use drain "
+            "or abort, or set sync.merge_adapters=true"
+        )
 
 
 def check_sampling(params: ARSamplingParams) -> None:

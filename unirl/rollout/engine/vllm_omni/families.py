@@ -17,17 +17,13 @@ class OmniFamily(LatentFamily):
 
     pipeline: str
     """The class of its pipeline in vLLM-Omni, or the name by which vLLM-Omni knows the class."""
-    packs: bool = False
-    """Its latents are the tokens [H W / p^2, C p^2] that its transformer reads, instead of [C, H, W]."""
-    blank: str = ""
-    """The text in place of an empty prompt."""
     settings: tuple[str, ...] = ()
     """Settings of model_index.json that vLLM-Omni takes as fields of `OmniDiffusionConfig`, if the model has them."""
 
 
 FAMILIES: Mapping[str, OmniFamily] = {
     "sd3": OmniFamily("StableDiffusion3Pipeline"),
-    "qwen_image": OmniFamily("QwenImagePipeline", packs=True, blank=" "),
+    "qwen_image": OmniFamily("QwenImagePipeline", token_side=2, blank=" "),
     "hunyuan_video15": OmniFamily("HunyuanVideo15Pipeline", sequence_length=1000),
     "wan21": OmniFamily("WanPipeline", blank=" "),
     "wan22": OmniFamily("WanPipeline", blank=" ", settings=("boundary_ratio",)),

@@ -66,7 +66,7 @@ def order(
         "width": params.width,
         "num_frames": params.num_frames,
         "shape": list(facts.latent_shape(params)),
-        "token_side": facts.patch_size if family.packs else None,
+        "token_side": family.token_side,
         "timestep_scale": facts.timestep_scale,
         "sigmas": list(params.sigmas),
         "steps": [[step.on_x, step.on_v, step.std] for step in steps_of(params)],

@@ -61,10 +61,12 @@ def contract(test: str) -> Cell:
 NO, NOT_NEEDED = Cell("no"), Cell("-")
 REPLICA, TEXT = "rollout/test_replica", "rollout/test_replica_text"
 SERVE, LLM = "rollout/test_transformers_serve", "rollout/test_sglang_llm"
+OPENAI = "rollout/test_openai"
 SGLANG, OMNI = "rollout/test_sglang", "rollout/test_vllm_omni"
 LATENTS = "rollout/test_latent_servers"
 REAL_LLM = "test_engine_packages::test_the_real_server_was_as_exact_as_two_forwards_in_fp32_are"
 REAL_IMAGES = "test_engine_packages::test_the_real_server_reads_images_as_exactly_as_two_forwards_in_fp32_do"
+REAL_OPENAI = "test_engine_packages::test_the_real_openai_servers_were_as_exact_as_two_forwards_in_fp32_are"
 REAL_SGLANG = "test_engine_packages::test_the_real_diffusion_server_was_as_exact_as_two_forwards_in_fp32_are"
 REAL_OMNI = "test_engine_packages::test_the_real_vllm_omni_was_as_exact_as_two_forwards_in_fp32_are"
 """Tests of the records of runs with the real servers."""
@@ -137,6 +139,20 @@ ENGINES: Mapping[str, Sequence[Cell]] = {
         ran(f"{SERVE}::test_it_keeps_the_contract_of_an_engine"),
         NO,
         ran(f"{SERVE}::test_a_killed_server_is_restarted_with_its_weights_and_gives_the_same_answers"),
+    ),
+    "vLLM, OpenAI-compatible servers": (
+        ran(REAL_OPENAI),
+        ran(REAL_OPENAI),
+        NO,
+        NO,
+        contract(f"{OPENAI}::test_it_keeps_the_contract_of_an_engine"),
+        NO,
+        NO,
+        ran(REAL_OPENAI),
+        contract(f"{OPENAI}::test_it_keeps_the_contract_of_an_engine"),
+        contract(f"{OPENAI}::test_two_runs_on_one_server_are_told_apart"),
+        NO,
+        contract(f"{OPENAI}::test_responses_that_are_broken_off_are_asked_for_again"),
     ),
     "SGLang, language models": (
         ran(REAL_LLM),

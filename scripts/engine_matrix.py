@@ -62,7 +62,8 @@ NO, NOT_NEEDED = Cell("no"), Cell("-")
 REPLICA, TEXT = "rollout/test_replica", "rollout/test_replica_text"
 SERVE, LLM = "rollout/test_transformers_serve", "rollout/test_sglang_llm"
 OPENAI = "rollout/test_openai"
-SGLANG, OMNI, LATENT = "rollout/test_sglang", "rollout/test_vllm_omni", "rollout/test_latent_servers"
+SGLANG, OMNI = "rollout/test_sglang", "rollout/test_vllm_omni"
+LATENTS = "rollout/test_latent_servers"
 REAL_LLM = "test_engine_packages::test_the_real_server_was_as_exact_as_two_forwards_in_fp32_are"
 REAL_OPENAI = "test_engine_packages::test_the_real_openai_servers_were_as_exact_as_two_forwards_in_fp32_are"
 REAL_SGLANG = "test_engine_packages::test_the_real_diffusion_server_was_as_exact_as_two_forwards_in_fp32_are"
@@ -178,7 +179,7 @@ ENGINES: Mapping[str, Sequence[Cell]] = {
         ran(REAL_SGLANG),
         NO,
         NO,
-        contract(f"{LATENT}::test_samples_that_are_broken_off_are_asked_for_again"),
+        contract(f"{LATENTS}::test_samples_that_are_broken_off_are_asked_for_again"),
     ),
     "vLLM-Omni, diffusion": (
         ran(REAL_OMNI),
@@ -189,10 +190,10 @@ ENGINES: Mapping[str, Sequence[Cell]] = {
         NO,
         ran(REAL_OMNI),
         ran(REAL_OMNI),
-        contract(f"{LATENT}::test_it_keeps_the_contract_of_an_engine"),
-        contract(f"{LATENT}::test_stale_weights_are_caught"),
+        contract(f"{LATENTS}::test_it_keeps_the_contract_of_an_engine"),
+        contract(f"{LATENTS}::test_stale_weights_are_caught"),
         NO,
-        contract(f"{LATENT}::test_samples_that_are_broken_off_are_asked_for_again"),
+        contract(f"{LATENTS}::test_samples_that_are_broken_off_are_asked_for_again"),
     ),
 }
 """Engine to its cells, in the order of FEATURES."""

@@ -117,7 +117,8 @@ class FakeOpenAI:
         )
         ends = (*self.model.bundle.codec.ends, *body.get("stop_token_ids", ()))
         seed = None if self.fault == "ignore-seeds" else body.get("seed")
-        return DecodedRow(uuid.uuid4().hex, prompt, self.model.pipeline.from_plain(prompt, []), params, ends, seed)
+        conditions = self.model.pipeline.from_plain(prompt, ())
+        return DecodedRow(uuid.uuid4().hex, prompt, conditions, params, ends, seed)
 
     def _answer(self, row: DecodedRow, body: Body) -> Body:
         """The JSON of one response, with the fields of the real server."""

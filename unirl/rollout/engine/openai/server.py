@@ -229,7 +229,7 @@ class OpenAIServer(HttpServer, TokenServer):
         [choice] = completion.choices
         label = self._label(request.id, completion)
         weights = self.weights_name if label == self.label else str(label)
-        return TokenAnswer(messages.tokens_of(choice) or [], messages.logps_of(choice), (weights,))
+        return TokenAnswer(messages.tokens_of(choice) or [], messages.logps_of(choice), [weights])
 
     def _completed(self, id: str, prompt: Sequence[int], params: ARSamplingParams, seed: int) -> messages.Completion:
         """The checked answer to one request, in one attempt. See `TokenServer.complete`."""
@@ -348,9 +348,8 @@ class OpenAIServer(HttpServer, TokenServer):
             theirs = torch.tensor([logp for _, logp in drawn], dtype=torch.float64)
             gaps.append(theirs - row.log_softmax(0)[tokens])
         truncated = ARSamplingParams(max_new_tokens=1, temperature=TEMPERATURE, top_k=TOP_K)
-        gaps.append(
-            checked_gaps(self.name, self.settings.logprobs, logits[0], self._drawn(prompts[0].tokens, truncated))
-        )
+        drawn = self._drawn(prompts[0].tokens, truncated)
+        gaps.append(checked_gaps(self.name, self.settings.logprobs, logits[0], drawn))
         gap, scale = torch.cat(gaps), float(logits.double().square().mean().sqrt())
         return ProbeResult(float(gap.abs().max()), float(gap.square().mean().sqrt()) / scale)
 

@@ -195,6 +195,16 @@ def test_stale_weights_under_a_new_name_are_caught(tmp_path) -> None:
             served.push()
 
 
+def test_a_stale_adapter_under_a_new_name_is_caught(tmp_path) -> None:
+    """The server keeps no checksum of adapters, but computes with them."""
+    flags = ("--enable-lora", "--max-lora-rank", "4", "--max-loaded-loras", "2")
+    with fake("stale-weights", *flags) as url, serving(tmp_path, url=url, lora=LORA) as served:
+        served.push()
+        served.train()
+        with pytest.raises(SyncError, match="the forward of engine rank 0 differs from the trainer's"):
+            served.push()
+
+
 def test_stale_weights_are_caught_without_a_known_checksum(tmp_path, monkeypatch) -> None:
     """On a GPU the checksums are SGLang's own: only that they change with the tensors can be checked."""
     with fake("stale-weights") as url, serving(tmp_path, url=url) as served:

@@ -10,7 +10,6 @@ from unirl.config.errors import DataError
 from unirl.data import readers
 from unirl.data.readers import parquet_rows
 
-
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
 

@@ -194,7 +194,7 @@ BAD = {
     "locked": "answers 403: it wants a login",
     "page": "answers with text/html, which is no image",
     "damaged": "cannot be read",
-    "other": "cannot be read: cannot identify image file",
+    "other": "cannot be read: it does not begin as a PNG or JPEG or WEBP file",
     "cut": "(2 tries)",
     "huge": "it has 953674.3 MiB; at most 1 MiB are read",
     "endless": "it goes on after 1 MiB; at most 1 MiB are read",
@@ -203,7 +203,7 @@ BAD = {
     "down": "the server answers 500 (2 tries)",
     "circle": "Correct the uri",
     "away": "Correct the uri",
-    "thread": "2001 x 10 pixels; one side may be at most 200 times the other",
+    "thread": "2001 x 10 pixels: one side may be at most 200 times the other",
 }
 
 

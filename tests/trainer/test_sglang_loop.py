@@ -63,7 +63,8 @@ def test_exchanged_rows_stop_the_run_before_its_first_update(tmp_path) -> None:
 def test_a_diffusion_server_that_is_killed_within_a_step_changes_no_number_of_the_run(
     tmp_path, monkeypatch, capsys
 ) -> None:
-    run(tmp_path / "unbroken", recipe=LATENTS)
+    with fake_servers.sglang_diffusion() as url:
+        run(tmp_path / "unbroken", f"rollout.url={url}", recipe=LATENTS)
     sample, asked = SGLangDiffusionServer.sample, []
 
     def killing(server, request, params, positions):

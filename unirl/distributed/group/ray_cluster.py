@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -148,9 +149,12 @@ def shut_down() -> None:
     if node is not None:
         kill = node.kill_all_processes
         node.kill_all_processes = lambda **options: kill(**{**options, "allow_graceful": False})
+    session = None if node is None else Path(node.get_session_dir_path())
     ray.shutdown()
     while _reapers:
         _reapers.pop().communicate()
+    if session is not None:
+        shutil.rmtree(session, ignore_errors=True)  # logs and sockets of the cluster, which nobody reads any more
 
 
 def descendants(roots: Collection[int]) -> list[int]:

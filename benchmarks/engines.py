@@ -49,6 +49,7 @@ from tests import fake_servers
 from tests.served_latents import Served
 from unirl.models.sd3.family import SD3Bundle, SD3Pipeline
 from unirl.rollout.engine.serving.engine import seeds_of
+from unirl.rollout.engine.serving.latent_server import LatentRequest
 from unirl.rollout.engine.serving.latents import LatentServingEngine
 from unirl.rollout.engine.serving.process import LOOPBACK
 from unirl.rollout.engine.sglang import messages as sglang_messages
@@ -119,8 +120,7 @@ OMNI_ROLLOUT: Parts = {
     **COMMON,
 }
 OMNI_WEIGHTS: Parts = {
-    "packed": (transports, "packed"),
-    "request joined": (transports, "bucket_body"),
+    "packed": (transports, "pack"),
     "bytes read as tensors": (BucketReader, "tensors"),
     "copied in the server": (fake_omni.FakeOmni, "bucket"),
     "stored in the network": (LatentModel, "store"),
@@ -135,6 +135,14 @@ CASES = (
         fake_servers.sglang_diffusion,
         {"model_id": MODEL_ID},
         SGLANG_ROLLOUT,
+        SGLANG_WEIGHTS,
+    ),
+    Case(
+        "sglang ipc",
+        SGLangRolloutEngine,
+        fake_servers.sglang_diffusion,
+        {"model_id": MODEL_ID, "transport": "ipc"},
+        {},
         SGLANG_WEIGHTS,
     ),
     Case("vllm_omni", *OMNI, {"transport": "http"}, OMNI_ROLLOUT, OMNI_WEIGHTS),
@@ -272,11 +280,9 @@ def direct(each: Served, model: LatentModel, req: RolloutReq) -> Callable[[], Te
     stored = stored_positions(params.sde_indices or (), params.num_inference_steps)
     rows = list(zip(req.sample_ids, req.prompts(), seeds_of(req, params, "x"), strict=True))
     backend = fake_omni.FakeOmni(model, "", None)
-    shape = pipeline.facts.latent_shape(params)
 
     def by_omni(id: str, prompt: str, seed: int) -> Tensor:
-        order = omni_messages.order(id, prompt, seed, params, shape, stored, params.max_sequence_length)
-        return backend.sample(order)[0]["latents"]
+        return backend.sample(server.order(LatentRequest(id, prompt, seed), params, stored))[0]["latents"]
 
     def by_sglang(id: str, prompt: str, seed: int) -> Tensor:
         return model.sample(prompt, params, seed).latents[list(stored)]

@@ -7,7 +7,8 @@ The first form takes half a minute, and starts no server. It records the request
 and the Python of the environment reads each of them with the classes of the package. The second form also starts the
 real server with a tiny model, once for each kind of weights that can be sent: it compares log-probs with the trainer's,
 before and after updates and after a kill, and keeps the answers. `settings.yaml` has further settings of `rollout`.
-`--engine sglang` is the diffusion server (check_diffusion_package.py).
+`--engine sglang` is the diffusion server (check_diffusion_package.py), and `--engine sglang_llm_images` the server of
+language models with tiny models that read images (check_image_package.py).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 RECORD = Path(__file__).parents[1] / "benchmarks" / "engine_packages.json"
 CLASSES = {
@@ -52,9 +53,23 @@ PACKAGES = ("sglang", "torch", "transformers")
 RANDOM = re.compile(r"-[0-9a-f]{8}\b")
 """The random parts of the names of requests and weights."""
 KINDS = ("full", "merged", "adapters")
-CHECKS = {"sglang": "check_diffusion_package", "vllm_omni": "check_omni_package"}
+CHECKS = {
+    "openai": "check_openai_package",
+    "sglang": "check_diffusion_package",
+    "sglang_llm_images": "check_image_package",
+    "vllm_omni": "check_omni_package",
+}
 """Engine to the script with its checks, if it is not this one."""
+PREFIXES = {
+    "sd3": "SD3",
+    "flux2_klein": "Flux2Klein",
+    "hunyuan_video15": "HunyuanVideo15",
+    "qwen_image": "QwenImage",
+    "qwen_vl": "QwenVL",
+}
+"""Family to the beginning of the names of its classes, where that is not the capitalised name."""
 Json = dict[str, Any]
+ClientT = TypeVar("ClientT", bound="Client")
 
 
 @dataclass
@@ -70,8 +85,9 @@ class Exchange:
     @property
     def name(self) -> str:
         """Its kind, such as `POST /generate`. The log-probs of given tokens are in answers of a kind of their own."""
-        scored = " of given tokens" if isinstance(self.body, dict) and "token_ids_logprob" in self.body else ""
-        return f"{self.method} {self.path}{scored}"
+        body = self.body if isinstance(self.body, dict) else {}
+        scored = " of given tokens" if "token_ids_logprob" in body else ""
+        return f"{self.method} {self.path}{scored}" + (" with images" if "image_data" in body else "")
 
 
 @dataclass
@@ -99,9 +115,9 @@ class Client:
             return
         plain = http.request
 
-        def request(method: str, path: str, *, content: bytes | None = None, **keys: Any) -> Any:
+        def request(method: str, path: str, *, content: Any = None, **keys: Any) -> Any:
             reply = plain(method, path, content=content, **keys)
-            body = json.loads(content) if content else None
+            body = json.loads(joined(content)) if content else None
             self.exchanges.append(Exchange(method, path, body, reply.status, answer_in(reply)))
             return reply
 
@@ -132,6 +148,31 @@ class Client:
             replay = self.trained.stage.replay(track.conditions, track.segment)
         return float((track.segment.logp - replay.logp).abs().max())
 
+    def check_updates(self, result: Json, **params: object) -> None:
+        """Update twice, and compare log-probs after each push."""
+        for seed in range(2):
+            self.train(seed)
+            result["push_s"] = round(self.push(), 3)
+            result["largest_logp_differences"][f"update {seed + 1}"] = self.gap(**params)
+        result["canary_absdiff"] = self.sync.last.canary_absdiff
+
+    def check_kill(self, result: Json) -> None:
+        """Kill the server, and compare log-probs after another push."""
+        from unirl.config.errors import WeightsLostError
+
+        os.killpg(self.engine.server.process._process.pid, signal.SIGKILL)
+        try:
+            self.gap()
+        except WeightsLostError as error:
+            result["after kill -9"] = str(error).partition(":")[0]
+        self.push()
+        result["largest_logp_differences"]["after kill -9 and another push"] = self.gap()
+
+
+def joined(content: Any) -> bytes:
+    """The body of a request, which may be in parts."""
+    return content if isinstance(content, bytes) else b"".join(content or ())
+
 
 def answer_in(reply: Any) -> Any:
     """The body of a reply. Of tensors in MessagePack, which have their bytes, only dtype and shape are kept."""
@@ -157,24 +198,31 @@ def without_bytes(value: Any) -> Any:
 
 
 @contextmanager
-def client(kind: str, folder: Path, **settings: object) -> Iterator[Client]:
-    """A trainer of the tiny Qwen3 and its engine. The server of the engine ends with the block."""
+def client_of(
+    engine_class: Any,
+    client_class: type[ClientT],
+    family: str,
+    kind: str,
+    folder: Path,
+    dtype: str = "fp32",
+    path: str = "toy",
+    **settings: Any,
+) -> Iterator[ClientT]:
+    """A trainer of a tiny model of `family` and an engine. The server of the engine ends with the block."""
     from unirl.config.device_sets import DeviceSet
     from unirl.distributed.group.handle import Remote
     from unirl.distributed.group.pool import open_pool
     from unirl.distributed.weight_sync.endpoints import WeightSender
     from unirl.distributed.weight_sync.sync import EngineSync
-    from unirl.models.qwen3.family import Qwen3Bundle, Qwen3Pipeline
-    from unirl.rollout.engine.sglang_llm.engine import SGLangLLMRolloutEngine
     from unirl.train.backend.base import OptimizerConfig
     from unirl.train.backend.fsdp import FSDPBackend
     from unirl.train.configs import LoraConfig
 
-    trained = Qwen3Pipeline(Qwen3Bundle(path="toy", dtype="fp32"))
+    bundle, pipeline = classes_of(family)
+    trained = pipeline(bundle(path=path, dtype=dtype))
     lora = None if kind == "full" else LoraConfig(rank=4, alpha=8.0)
     backend = FSDPBackend(trained.bundle, 3, optimizer_cfg=OptimizerConfig(learning_rate=1e-2), lora_cfg=lora)
-    bundle = Qwen3Bundle(path="toy", dtype="fp32", meta_init=True)
-    engine = SGLangLLMRolloutEngine(Qwen3Pipeline(bundle), folder, **settings)  # type: ignore[arg-type]
+    engine = engine_class(pipeline(bundle(path=path, dtype=dtype, meta_init=True)), folder, **settings)
     pool = open_pool("local", 2, deadline_s=3600.0)
     roles = {"sender": WeightSender(backend, trained.stage, engine), "rollout": engine}
     sender, rollout = (
@@ -182,9 +230,25 @@ def client(kind: str, folder: Path, **settings: object) -> Iterator[Client]:
         for device, (name, role) in enumerate(roles.items())
     )
     try:
-        yield Client(trained, backend, engine, EngineSync(sender, rollout, merge_adapters=kind == "merged"))
+        yield client_class(trained, backend, engine, EngineSync(sender, rollout, merge_adapters=kind == "merged"))
     finally:
         engine.server.stop()
+
+
+def classes_of(family: str) -> tuple[Any, Any]:
+    """The bundle and the pipeline of a family."""
+    prefix = PREFIXES.get(family, family.capitalize())
+    module = importlib.import_module(f"unirl.models.{family}.family")
+    return vars(module)[f"{prefix}Bundle"], vars(module)[f"{prefix}Pipeline"]
+
+
+@contextmanager
+def client(kind: str, folder: Path, **settings: object) -> Iterator[Client]:
+    """A trainer of the tiny Qwen3 and its engine. The server of the engine ends with the block."""
+    from unirl.rollout.engine.sglang_llm.engine import SGLangLLMRolloutEngine
+
+    with client_of(SGLangLLMRolloutEngine, Client, "qwen3", kind, folder, **settings) as each:
+        yield each
 
 
 # The requests of the engine
@@ -192,32 +256,25 @@ def client(kind: str, folder: Path, **settings: object) -> Iterator[Client]:
 
 def requests_of_the_engine() -> list[Exchange]:
     """All kinds of requests that the engine sends, recorded against a fake server."""
-    from unirl.testing.conformance.served import RECIPES, ServedModel
-    from unirl.testing.conformance.sglang_llm import fake_sglang
+    from tests.fake_servers import sglang
 
+    lora = ("--enable-lora", "--max-lora-rank", "4", "--max-loaded-loras", "2")
     exchanges: list[Exchange] = []
-    model = ServedModel.of_recipe(RECIPES["sglang_llm"])
-    words = ["--enable-deterministic-inference", "--enable-memory-saver", "--enable-weights-cpu-backup"]
-    lora = ["--enable-lora", "--max-lora-rank", "4", "--max-loaded-loras", "2"]
-    for kind in ("full", "adapters"):
-        fake = fake_sglang(model, 0, words + (lora if kind == "adapters" else []), None)
-        thread = threading.Thread(target=fake.serve_forever)
-        thread.start()
-        try:
-            with tempfile.TemporaryDirectory() as folder, client(kind, Path(folder), url=fake.url) as each:
+    for kind, words in (("full", ()), ("adapters", lora)):
+        with (
+            sglang(None, *words) as url,
+            tempfile.TemporaryDirectory() as folder,
+            client(kind, Path(folder), url=url) as each,
+        ):
+            each.push()
+            for seed in range(2):  # the second adapter takes the place of the first
+                each.train(seed)
                 each.push()
-                for seed in range(2):  # the second adapter takes the place of the first
-                    each.train(seed)
-                    each.push()
-                each.engine.generate(each.request(temperature=0.7, top_p=0.9, top_k=20))
-                each.engine.sleep()
-                each.engine.wake_up()
-                each.engine.server._abort("r0")
-                exchanges += each.exchanges
-        finally:
-            fake.shutdown()
-            fake.server_close()
-            thread.join()
+            each.engine.generate(each.request(temperature=0.7, top_p=0.9, top_k=20))
+            each.engine.sleep()
+            each.engine.wake_up()
+            each.engine.server._abort("r0")
+            exchanges += each.exchanges
     return exchanges
 
 
@@ -226,7 +283,7 @@ def distinct(exchanges: Sequence[Exchange]) -> dict[str, list[Json]]:
     bodies: dict[str, list[Json]] = {}
     for each in exchanges:
         if each.method == "POST":
-            known = bodies.setdefault(each.path, [])
+            known = bodies.setdefault(each.name.removeprefix("POST ").removesuffix(" of given tokens"), [])
             masked = described(each.body)
             if masked not in known and len(known) < 3:
                 known.append(masked)
@@ -238,7 +295,7 @@ def described(body: Any) -> Any:
     from unirl.testing.conformance.payloads import tensors_in
 
     if isinstance(body, str):
-        return RANDOM.sub("-00000000", body)
+        return "an image" if body.startswith("data:image/") else RANDOM.sub("-00000000", body)
     if isinstance(body, list):
         return [described(each) for each in body]
     if not isinstance(body, dict):
@@ -321,8 +378,6 @@ def live(python: str, settings: Mapping[str, object]) -> Json:
 
 def checked(each: Client, kind: str) -> Json:
     """Push, sample and compare, before and after updates, from a snapshot, and after a kill."""
-    from unirl.config.errors import WeightsLostError
-
     result: Json = {"start_and_first_push_s": round(each.push(), 1), "largest_logp_differences": {}}
     each.engine.server.check_ready()  # once more, now that answers are recorded
     each.initial_checksums = each.engine.server._checksums()
@@ -330,38 +385,29 @@ def checked(each: Client, kind: str) -> Json:
     gaps["initial weights"] = each.gap()
     gaps["temperature 0.7, top_p 0.9, top_k 20"] = each.gap(temperature=0.7, top_p=0.9, top_k=20)
     gaps["greedy"] = each.gap(temperature=0.0, samples_per_prompt=1)
-    for seed in range(2):
-        each.train(seed)
-        result["push_s"] = round(each.push(), 3)
-        gaps[f"update {seed + 1}"] = each.gap()
-    result["canary_absdiff"] = each.sync.last.canary_absdiff
+    each.check_updates(result)
     result["tensors_with_equal_checksums"] = len(each.engine.server.proof.seen)
     if kind != "full":
         return result
     result["aborted"] = aborted(each)
-    process = each.engine.server.process
-    os.killpg(process._process.pid, signal.SIGKILL)
-    try:
-        each.gap()
-    except WeightsLostError as error:
-        result["after kill -9"] = str(error).partition(":")[0]
-    each.push()
-    gaps["after kill -9 and another push"] = each.gap()
+    each.check_kill(result)
     return result
 
 
 def aborted(each: Client, attempts: int = 10) -> str:
     """The error of a request that is aborted while it runs. Some end by themselves before."""
     from unirl.config.http import RequestFailed
+    from unirl.models.language.pipeline import PlainPrompt
     from unirl.rollout.engine.serving.tokens import TokenRequest
     from unirl.types.sampling import ARSamplingParams
 
     server = each.engine.server
+    prompt = PlainPrompt([1, 2, 3], [1, 2, 3])
     errors: list[str] = []
 
     def ask() -> None:
         try:
-            server.complete(TokenRequest("long", [1, 2, 3], 1), ARSamplingParams(max_new_tokens=1500, temperature=5.0))
+            server.complete(TokenRequest("long", prompt, 1), ARSamplingParams(max_new_tokens=1500, temperature=5.0))
         except RequestFailed as error:
             errors.append(str(error))
 
@@ -398,9 +444,9 @@ def arguments() -> list[str]:
 
 def checks_of(engine: str) -> Any:
     """The module with the checks of an engine."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     if engine == "sglang_llm":
         return sys.modules[__name__]
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     return importlib.import_module(f"scripts.{CHECKS[engine]}")
 
 

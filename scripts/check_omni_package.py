@@ -8,12 +8,9 @@ On a machine without a GPU, `--serve scripts/vllm_omni_on_cpu/settings.yaml` run
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,8 +19,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.check_diffusion_package import DiffusionClient, client_of
-from scripts.check_engine_package import Exchange, Json
+from scripts.check_diffusion_package import DiffusionClient
+from scripts.check_engine_package import Exchange, Json, classes_of, client_of, joined
 
 PACKAGES = ("vllm-omni", "vllm", "torch", "transformers", "diffusers")
 CASES = (
@@ -32,8 +29,22 @@ CASES = (
     ("sd3", "adapters", "http", "fp32"),
     ("sd3", "adapters", "ipc", "bf16"),
     ("hunyuan_video15", "full", "ipc", "fp32"),
+    ("qwen_image", "full", "http", "fp32"),
+    ("qwen_image", "adapters", "http", "fp32"),
+    ("qwen_image", "full", "http", "bf16"),
+    ("wan22", "full", "http", "fp32"),
+    ("wan22", "adapters", "ipc", "fp32"),
+    ("wan21", "full", "http", "fp32"),
 )
 """Families, kinds of weights, transports and dtypes for which the real server is started."""
+SETTINGS: Json = {
+    "hunyuan_video15": {"max_sequence_length": 1000},
+    "qwen_image": {"max_sequence_length": 64},  # it refuses longer prompts
+}
+"""Sampling settings by family."""
+EXPERTS = {"wan22": 0.92}
+"""Families with two experts, and the noise level at which the tiny model changes from one to the other: the first two
+of four steps, which are stochastic, then run through one expert each."""
 IMAGE_WIDTH = 1152
 """The width of the image embeddings that vLLM-Omni gives HunyuanVideo 1.5, whatever its checkpoint says."""
 
@@ -48,9 +59,9 @@ class OmniClient(DiffusionClient):
             return
         plain = http.request
 
-        def request(method: str, path: str, *, content: bytes | None = None, **keys: Any) -> Any:
+        def request(method: str, path: str, *, content: Any = None, **keys: Any) -> Any:
             reply = plain(method, path, content=content, **keys)
-            self.exchanges.append(Exchange(method, path, readable(content or b"{}"), reply.status, None))
+            self.exchanges.append(Exchange(method, path, readable(joined(content) or b"{}"), reply.status, None))
             return reply
 
         http.request = request
@@ -60,7 +71,7 @@ def readable(content: bytes) -> Json:
     """A body as JSON. The bytes of a bucket of weights are left out."""
     from unirl.rollout.engine.vllm_omni.program.wire import bucket_parts
 
-    return json.loads(content) if content.startswith(b"{") else bucket_parts(content)[0]
+    return json.loads(content) if content.startswith(b"{") else bucket_parts(memoryview(content))[0]
 
 
 @contextmanager
@@ -76,32 +87,18 @@ def omni_client(
 
 def requests_of_the_engine() -> list[Exchange]:
     """All kinds of requests that the engine sends, recorded against a fake server."""
-    from unirl.testing.conformance.served import RECIPES, ServedModel
-    from unirl.testing.conformance.vllm_omni import fake_vllm_omni
+    from tests.fake_servers import vllm_omni
 
     exchanges: list[Exchange] = []
     settings: Json = {"program": "fake", "concurrency": 1}  # one after another, so that their order is always the same
     for kind, transport in (("full", "http"), ("adapters", "ipc")):
-        fake = fake_vllm_omni(ServedModel.of_recipe(RECIPES["vllm_omni"]), 0, (), None)
-        thread = threading.Thread(target=fake.serve_forever)
-        thread.start()
-        try:
-            with (
-                tempfile.TemporaryDirectory() as folder,
-                omni_client("sd3", kind, Path(folder), url=fake.url, transport=transport, **settings) as each,
-            ):
-                each.push()
-                each.train(0)
-                each.push()
-                each.gap()
-                each.gap(guidance_scale=4.0, negative_prompt="blurred")
-                each.engine.sleep()
-                each.engine.wake_up()
-                exchanges += [each for each in each.exchanges if each.path != "/weights/open"]  # its path is random
-        finally:
-            fake.shutdown()
-            fake.server_close()
-            thread.join()
+        with (
+            vllm_omni() as url,
+            tempfile.TemporaryDirectory() as folder,
+            omni_client("sd3", kind, Path(folder), url=url, transport=transport, **settings) as each,
+        ):
+            each.use_all_requests()
+            exchanges += [each for each in each.exchanges if each.path != "/weights/open"]  # its path is random
     return exchanges
 
 
@@ -138,7 +135,8 @@ def inside(file: Path) -> Json:
             assert made.sampling_params.guidance_scale_provided
             assert len(Schedule.of(body).steps) == made.sampling_params.num_inference_steps
         if path == "/weights/begin" and body["adapter"] is not None:
-            assert not PEFTHelper.from_dict(body["adapter"])._validate_features()
+            helper = PEFTHelper.from_dict({**body["adapter"], "target_modules": ["attn.to_q"]})
+            assert not helper._validate_features()
         counts[path] = counts.get(path, 0) + 1
     OmniDiffusionConfig.from_kwargs(worker_extension_cls=serve.EXTENSION, num_gpus=1, **given["arguments"])
     wrapper = WorkerWrapperBase.__new__(WorkerWrapperBase)
@@ -161,7 +159,7 @@ def live(python: str, settings: Mapping[str, Any]) -> Json:
         family, kind, transport, dtype = case
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model"
-            write_model(family, path)
+            write_model(family, path, dtype)
             given = {"python_executable": python, "transport": transport, **settings}
             with omni_client(family, kind, Path(folder), dtype, str(path), **given) as each:
                 name = ", ".join(case)
@@ -170,15 +168,15 @@ def live(python: str, settings: Mapping[str, Any]) -> Json:
     return {"settings": {"engine_args": settings.get("engine_args", {})}, "results": results}
 
 
-def write_model(family: str, folder: Path) -> None:
-    """The tiny model of a family as a folder."""
-    from unirl.models.hunyuan_video15.family import HunyuanVideo15Bundle, HunyuanVideo15Pipeline
-    from unirl.models.sd3.family import SD3Bundle, SD3Pipeline
-
-    if family == "sd3":
-        SD3Pipeline(SD3Bundle(path="toy", dtype="fp32")).write_model({}, folder)
+def write_model(family: str, folder: Path, dtype: str = "fp32") -> None:
+    """The tiny model of a family as a folder. vLLM-Omni loads some text encoders in the dtype of their files."""
+    bundle, pipeline = classes_of(family)
+    pipeline(bundle(path="toy", dtype=dtype)).write_model({}, folder)
+    if family in EXPERTS:
+        index = json.loads((folder / "model_index.json").read_text())
+        (folder / "model_index.json").write_text(json.dumps(index | {"boundary_ratio": EXPERTS[family]}))
+    if family != "hunyuan_video15":
         return
-    HunyuanVideo15Pipeline(HunyuanVideo15Bundle(path="toy", dtype="fp32")).write_model({}, folder)
     from diffusers import HunyuanVideo15Transformer3DModel
 
     config = json.loads((folder / "transformer" / "config.json").read_text())
@@ -190,29 +188,19 @@ def write_model(family: str, folder: Path) -> None:
 
 def checked(each: OmniClient, is_first: bool) -> Json:
     """Push, sample and compare, before and after updates, and after a kill."""
-    from unirl.config.errors import WeightsLostError
-
     result: Json = {"start_and_first_push_s": round(each.push(), 1), "largest_logp_differences": {}}
     gaps = result["largest_logp_differences"]
-    scale = each.trained.facts.frame_scale
-    video: Json = {} if scale is None else {"num_frames": 1 + scale, "max_sequence_length": 1000}
-    gaps["initial weights"] = each.gap(**video)
-    gaps["guidance 4"] = each.gap(guidance_scale=4.0, negative_prompt="blurred", **video)
-    for seed in range(2):
-        each.train(seed)
-        result["push_s"] = round(each.push(), 3)
-        gaps[f"update {seed + 1}"] = each.gap(**video)
-    result["canary_absdiff"] = each.sync.last.canary_absdiff
+    facts = each.trained.facts
+    own: Json = SETTINGS.get(facts.family, {})
+    own |= {} if facts.frame_scale is None else {"num_frames": 1 + facts.frame_scale}
+    gaps["initial weights"] = each.gap(**own)
+    gaps["guidance 4"] = each.gap(guidance_scale=4.0, negative_prompt="blurred", **own)
+    if facts.family in EXPERTS:
+        gaps["guidance 4 and 3"] = each.gap(guidance_scale=4.0, guidance_scale_2=3.0, **own)
+    each.check_updates(result, **own)
     result["tensors_with_equal_fingerprints"] = len(each.engine.server.held)
     if not is_first:
         return result
     result["euler_path"] = each.path_gap()
-    process = each.engine.server.process
-    os.killpg(process._process.pid, signal.SIGKILL)
-    try:
-        each.gap()
-    except WeightsLostError as error:
-        result["after kill -9"] = str(error).partition(":")[0]
-    each.push()
-    gaps["after kill -9 and another push"] = each.gap()
+    each.check_kill(result)
     return result

@@ -142,7 +142,7 @@ ENGINES: Mapping[str, Sequence[Cell]] = {
         NO,
         NO,
         contract(f"{LLM}::test_sampling_settings_reach_the_server"),
-        NO,
+        contract("rollout/test_sglang_images::test_log_probs_are_those_of_the_replay_before_and_after_an_update"),
         ran(REAL_LLM),
         ran(REAL_LLM),
         contract(f"{LLM}::test_it_keeps_the_contract_of_an_engine"),

@@ -1,10 +1,14 @@
 """Kills one worker of a distributed run at random, and records the error and the processes that are left.
 
     python scripts/kill_workers.py --trials 20 --seed 1 --out benchmarks/kill_workers.json
+    python scripts/kill_workers.py --trials 6 --seed 2 --restarts --out benchmarks/recovery.json
 
 A trial starts a toy recipe on Ray workers and kills one of them by SIGKILL at a random moment. It measures the seconds
 until the run has reported the cause and ended, and lists the processes that are alive 5 s later. Then it resumes the
 run and compares metrics, ledger and final weights with a run that was never killed, bit for bit.
+
+With --restarts the run recovers by itself (`restarts`). A trial measures the seconds from the kill until the run has
+started again and until it has finished its next step.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
 
@@ -38,7 +43,7 @@ RECIPES = {
 }
 
 
-def command(folder: Path, relation: str, steps: int) -> list[str]:
+def command(folder: Path, relation: str, steps: int, more: tuple[str, ...]) -> list[str]:
     overrides = (
         "scale=toy",
         "runtime=ray",
@@ -48,6 +53,7 @@ def command(folder: Path, relation: str, steps: int) -> list[str]:
         "tracking.sample_steps=0",
         "evaluation.eval_steps=0",
         f"run.dir={folder}",
+        *more,
     )
     return [sys.executable, "-m", "unirl.train_diffusion", f"--config-name={RECIPES[relation]}", *overrides]
 
@@ -55,13 +61,13 @@ def command(folder: Path, relation: str, steps: int) -> list[str]:
 class Run:
     """A run of the command line. All of its processes have the mark in their environment."""
 
-    def __init__(self, folder: Path, relation: str, steps: int) -> None:
+    def __init__(self, folder: Path, relation: str, steps: int, *more: str) -> None:
         self.mark = uuid.uuid4().hex
         self.log = Path(f"{folder}.log")
         self.folder = folder
         with open(self.log, "ab") as log:
             self.driver = subprocess.Popen(
-                command(folder, relation, steps), env=os.environ | {MARK: self.mark}, stdout=log, stderr=log
+                command(folder, relation, steps, more), env=os.environ | {MARK: self.mark}, stdout=log, stderr=log
             )
 
     def processes(self) -> dict[int, str]:
@@ -142,17 +148,53 @@ def finish(folder: Path, relation: str, steps: int) -> dict[str, object]:
     return outcome(folder, steps)
 
 
-def trial(folder: Path, relation: str, steps: int, choice: random.Random) -> dict[str, object]:
-    """Kills one worker of a run, and returns when, the error and its delay, and the processes that were left."""
+def kill_a_worker(run: Run, steps: int, choice: random.Random) -> tuple[int, int, float]:
+    """Kills a worker at a random moment. Returns its pid, the steps that were finished, and the delay after them."""
+    wanted, delay = choice.randint(1, steps - SPARE_STEPS), choice.uniform(0.0, 0.5)
+    assert wait_until(lambda: run.steps() >= wanted, 240), run.log.read_text()[-3000:]
+    time.sleep(delay)
+    workers = run.workers()
+    assert workers, f"no worker to kill among {run.processes()}"
+    victim, step = choice.choice(workers), run.steps()
+    os.kill(victim, signal.SIGKILL)
+    return victim, step, delay
+
+
+def recovery(folder: Path, relation: str, steps: int, choice: random.Random) -> dict[str, object]:
+    """Kills one worker of a run that recovers by itself. Returns when, and how long the recovery took."""
     run = Run(folder, relation, steps)
     try:
-        wanted, delay = choice.randint(1, steps - SPARE_STEPS), choice.uniform(0.0, 0.5)
-        assert wait_until(lambda: run.steps() >= wanted, 240), run.log.read_text()[-3000:]
-        time.sleep(delay)
-        workers = run.workers()
-        assert workers, f"no worker to kill among {run.processes()}"
-        victim, step = choice.choice(workers), run.steps()
-        os.kill(victim, signal.SIGKILL)
+        victim, step, delay = kill_a_worker(run, steps, choice)
+        killed = time.time()
+        status = run.driver.wait(400)
+        gone = wait_until(lambda: not run.processes(), LEFTOVER_S)
+    finally:
+        run.end()
+    rows = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    restarts = [row for row in rows if row["ev"] == "run.restart"]
+    after = [seconds_of(row) - killed for row in rows if row["ev"] == "step.end" and seconds_of(row) > killed + 0.5]
+    again = [seconds_of(row) - killed for row in restarts]
+    named = [row for row in restarts if str(victim) in row["error"]]
+    return {
+        "relation": relation,
+        "after_step": step,
+        "delay_s": round(delay, 2),
+        "status": status,
+        "seconds_to_restart": round(again[0], 2) if again else None,
+        "seconds_to_next_step": round(min(s for s in after if s > again[0]), 2) if again else None,
+        "ok": status == 0 and gone and len(restarts) == len(named) == 1,
+    }
+
+
+def seconds_of(event: dict[str, str]) -> float:
+    return datetime.fromisoformat(event["t"]).timestamp()
+
+
+def trial(folder: Path, relation: str, steps: int, choice: random.Random) -> dict[str, object]:
+    """Kills one worker of a run, and returns when, the error and its delay, and the processes that were left."""
+    run = Run(folder, relation, steps, "restarts.max=0")
+    try:
+        victim, step, delay = kill_a_worker(run, steps, choice)
         start = time.monotonic()
         ended = wait_until(lambda: run.driver.poll() is not None, 60)
         seconds = time.monotonic() - start
@@ -181,6 +223,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=24, help=f"steps of a run, more than {SPARE_STEPS} (default 24)")
     parser.add_argument("--relations", nargs="+", choices=RECIPES, default=list(RECIPES))
+    parser.add_argument("--restarts", action="store_true", help="let the run recover by itself")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     choice = random.Random(options.seed)
@@ -192,8 +235,10 @@ def main() -> int:
             if relation not in unbroken:
                 unbroken[relation] = finish(Path(scratch, f"unbroken-{relation}"), relation, options.steps)
             folder = Path(scratch, f"trial-{number}")
-            result = trial(folder, relation, options.steps, choice)
-            resumed = finish(folder, relation, options.steps)
+            result = (recovery if options.restarts else trial)(folder, relation, options.steps, choice)
+            resumed = (
+                outcome(folder, options.steps) if result["status"] == 0 else finish(folder, relation, options.steps)
+            )
             result["differs_in"] = [name for name, value in unbroken[relation].items() if resumed[name] != value]
             result["resumed_exactly"] = not result["differs_in"]
             results.append(result)
@@ -203,7 +248,8 @@ def main() -> int:
     summary = {"trials": len(results), "good": good, "seed": options.seed, "machine": machine, "results": results}
     if options.out:
         options.out.write_text(json.dumps(summary, indent=1) + "\n")
-    print(f"{good} of {len(results)} trials: cause named within {DEADLINE_S:g} s, nothing left, resumed exactly")
+    what = "recovered by itself" if options.restarts else f"cause named within {DEADLINE_S:g} s"
+    print(f"{good} of {len(results)} trials: {what}, nothing left, equal to the unkilled run")
     return 0 if good == len(results) else 1
 
 

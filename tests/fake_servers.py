@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from unirl.rollout.engine.vllm_omni.program.listener import WireServer
+from unirl.testing.conformance.openai import fake_openai
 from unirl.testing.conformance.served import RECIPES, ServedModel
 from unirl.testing.conformance.sglang import fake_sglang_diffusion
 from unirl.testing.conformance.sglang_llm import fake_sglang
@@ -28,11 +29,26 @@ def running(server: WireServer) -> Iterator[str]:
 
 
 @contextmanager
-def sglang(fault: str | None = None, *flags: str, seeds: bool = True, dtype: DtypeName = "fp32") -> Iterator[str]:
-    """A fake SGLang server of the tiny Qwen3. Yields its address."""
+def sglang(
+    fault: str | None = None,
+    *flags: str,
+    seeds: bool = True,
+    dtype: DtypeName = "fp32",
+    recipe: str = RECIPES["sglang_llm"],
+    path: str = "toy",
+) -> Iterator[str]:
+    """A fake SGLang server of the tiny model of a recipe. Yields its address."""
     words = [*flags, "--enable-memory-saver", "--enable-weights-cpu-backup"]
     words += ["--enable-deterministic-inference"] if seeds else []
-    with running(fake_sglang(ServedModel.of_recipe(RECIPES["sglang_llm"], dtype=dtype), 0, words, fault)) as url:
+    with running(fake_sglang(ServedModel.of_recipe(recipe, path, dtype), 0, words, fault)) as url:
+        yield url
+
+
+@contextmanager
+def openai(fault: str | None = None, *flags: str, logprobs: str = "processed_logprobs") -> Iterator[str]:
+    """A fake vLLM server of the tiny Qwen3. Yields its address."""
+    words = [*flags, "--logprobs-mode", logprobs]
+    with running(fake_openai(ServedModel.of_recipe(RECIPES["openai"]), 0, words, fault)) as url:
         yield url
 
 

@@ -82,11 +82,13 @@ def test_a_recipe_may_name_the_kernel_and_the_reward_of_the_page(project) -> Non
     targets = re.findall(r"(\w+): \{(\w+): (\{_target_: leash\.[\w.]+\})\}", PAGE)
     assert [(block, key) for block, key, _ in targets] == [("sampling", "kernel"), ("reward", "backend")]
     keys = [f"{block}.{key}={target}" for block, key, target in targets]
-    run(project, "-m", "unirl.cli", "check", "diffusion/sd3_leash", *keys)
+    run(project, "-m", "unirl.cli", "check", "diffusion/sd3_leash", "plugins=[leash]", *keys)
 
 
 def test_a_wrong_key_gives_the_message_of_the_page(project) -> None:
-    output = run(project, "-m", "unirl.cli", "check", "diffusion/sd3_leash", "algorithm.widht=1", status=2)
+    output = run(
+        project, "-m", "unirl.cli", "check", "diffusion/sd3_leash", "plugins=[leash]", "algorithm.widht=1", status=2
+    )
     assert block("text").strip() in output
 
 

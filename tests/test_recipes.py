@@ -245,7 +245,38 @@ DAPO = {
 """What the published runs on DAPO-Math share."""
 CENTRED = DAPO | {"advantage.std": "none", "advantage.leave_one_out": False}
 
+GEOMETRY = {
+    "num_devices": 32,
+    "devices_per_node": 8,
+    "placement": None,
+    "batch_size": 32,
+    "stack.num_updates_per_batch": 1,
+    "algorithm._target_": "unirl.algorithms.ar_grpo.ARGRPO",
+    "algorithm.clip_range": 0.01,
+    "advantage.scope": "global",
+    "backend.optimizer_cfg.learning_rate": 5e-6,
+    "backend.optimizer_cfg.weight_decay": 0.0,
+    "backend.lora_cfg": None,
+    "bundle.dtype": "bf16",
+    "sampling.samples_per_prompt": 16,
+    "sampling.temperature": 0.7,
+    "sampling.top_p": 0.9,
+    "sampling.top_k": 1024,
+    "sampling.max_new_tokens": 512,
+    "reward.backend._target_": "unirl.reward.local.mc_exact_match.MCExactMatchRewardScorer",
+    "rollout._target_": "unirl.rollout.engine.sglang_llm.engine.SGLangLLMRolloutEngine",
+    "sync.merge_adapters": False,
+}
+"""The published run on Geometry3K with SGLang."""
+GEOMETRY_LORA = {name: value for name, value in GEOMETRY.items() if name != "backend.lora_cfg"} | {
+    "backend.lora_cfg.rank": 16,
+    "backend.lora_cfg.alpha": 32,
+    "backend.optimizer_cfg.learning_rate": 1e-4,
+}
+
 PUBLISHED = {
+    "vlm/qwen_vl_argrpo_geo3k_mc_sglang_4x8": GEOMETRY,
+    "vlm/qwen_vl_argrpo_geo3k_mc_sglang_4x8_lora": GEOMETRY_LORA,
     "llm/qwen3_ar_drpo_4b_base_dapo": CENTRED
     | {"algorithm._target_": "unirl.algorithms.ar_trust_regions.DRPO", "algorithm.drpo_epsilon": 12.5}
     | {"algorithm.penalty_mu_weighted": True, "algorithm.old_logp_source": "rollout"}

@@ -10,19 +10,28 @@ from collections.abc import Sequence
 
 from unirl.cli.arguments import RecipeArguments
 from unirl.cli.main import run_command
-from unirl.cli.train import parsed, stop_on_signal
+from unirl.cli.signals import stop_on_signal
+from unirl.cli.train import parsed
 from unirl.config.failures import Session
-from unirl.config.load import load
-from unirl.plan.preflight import preflight
-from unirl.trainer.assemble import build_trainer
 
 
 def train(arguments: RecipeArguments, session: Session) -> None:
     """Load the recipe, check what it implies, build its trainer, and run the loop."""
+    # Imports of libraries take seconds, in which a stop signal must end the command in order (`stoppable_start`).
+    from unirl.config.load import load
+    from unirl.plan.preflight import preflight
+    from unirl.trainer.assemble import build_trainer
+    from unirl.trainer.restarts import attempts
+
     recipe = load(arguments.recipe, arguments.overrides)
     preflight(recipe).print_notices()
-    with build_trainer(recipe, session) as trainer, stop_on_signal(trainer.request_stop):
-        trainer.train()
+    for attempt in attempts(recipe, session):
+        with (
+            attempt,
+            build_trainer(attempt.recipe, session) as trainer,
+            stop_on_signal(attempt.stopping(trainer.request_stop)),
+        ):
+            trainer.train()
 
 
 def main(argv: Sequence[str]) -> int:

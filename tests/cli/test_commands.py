@@ -44,6 +44,14 @@ def test_every_command_shows_examples_first(capsys, command):
     assert shown.startswith(f"examples:\n  unirl {command}")
 
 
+def test_check_says_that_the_server_of_an_engine_is_not_installed_here(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("UNIRL_ENGINES", str(tmp_path))
+    for words, says in (([], "would be refused here: sglang is not installed"), (["rollout.program=fake"], "")):
+        assert main(["check", "llm/quickstart", "rollout=sglang", *words]) == 0
+        said = capsys.readouterr().err
+        assert says in said and ("sglang" in said) == bool(says)
+
+
 def test_recipes_are_listed_with_their_card(capsys, recipes):
     rows = {row["name"]: row for row in json.loads(output(capsys, "recipes", "ls", "--json"))}
     assert rows["toys/ball"]["status"] == "toy"

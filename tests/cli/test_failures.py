@@ -40,6 +40,11 @@ def fail_with(error: BaseException, argv=(), run_dir=None) -> int:
             7,
             "error[7003]: the disk is full while writing x",
         ),
+        (
+            OSError(errno.EFBIG, os.strerror(errno.EFBIG)),
+            7,
+            "error[7003]: the disk is full (OSError: [Errno 27] File too large)",
+        ),
         (MemoryError(), 5, "error[5002]: out of memory"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried"), 5, "error[5002]: out of memory: CUDA"),
         (ModuleNotFoundError("No module named 'ray'", name="ray.util"), 3, "error[3001]: the Python package 'ray'"),

@@ -1,13 +1,19 @@
 """The first signal asks for a stop, the second acts at once, and nothing stays behind."""
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
-from unirl.cli.train import STOPPING, stop_on_signal
+from tests.processes import wait_until
+from unirl.cli.signals import STOPPING, stop_on_signal, stoppable_start
+from unirl.config.failures import Session
 from unirl.tracking.console import Change, Console
 
 pytestmark = pytest.mark.usefixtures("signals_of_a_terminal")
@@ -28,7 +34,7 @@ def test_the_first_signal_asks_for_a_stop_and_the_run_goes_on(number, capsys):
 
 SLOW_TO_END = """
 import atexit, os, signal, time
-from unirl.cli.train import stop_on_signal
+from unirl.cli.signals import stop_on_signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
 atexit.register(time.sleep, 600.0)
 with stop_on_signal(lambda number: None):
@@ -100,6 +106,104 @@ def test_a_console_that_nobody_reads_writes_its_log_alone(unread_stderr, tmp_pat
     assert lines[:2] == ["a run", "stop  Ctrl-C"]
     assert "step 1/2 reward=0.500" in lines[2]
     assert lines[3] == "finished" and "+0.500" in lines[5] and lines[-1] == "run  there"
+
+
+HUNG = """
+import ctypes, os, signal, threading
+from unirl.cli.signals import STOPPING, stoppable_start
+from unirl.config.failures import Session
+from unirl.config.errors import StoppedAtStart
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+with stoppable_start(Session(grace_s=0.1)):
+    if {native}:  # a call of a native library, in which Python runs no handler
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    try:
+        threading.Timer(0.05, os.kill, [os.getpid(), signal.{name}]).start()
+        ctypes.CDLL(None).sleep(600)
+        ctypes.CDLL(None).sleep(600)
+    finally:
+        ctypes.CDLL(None).sleep(600)
+"""
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native-call", "cleaning-up"])
+@pytest.mark.parametrize(("name", "status"), [("SIGTERM", 75), ("SIGUSR1", 75), ("SIGHUP", 75)])
+def test_a_start_that_does_not_come_to_its_end_is_ended_after_the_grace_period(native, name, status):
+    words = [sys.executable, "-c", HUNG.format(native=native, name=name)]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == status
+    assert f"unirl: {name}: not ended within 0.1 s; stopped at once" in ended.stderr
+
+
+def test_a_signal_of_a_forked_process_does_not_end_its_parent():
+    with stoppable_start(Session(grace_s=0.05)):
+        child = os.fork()
+        if not child:
+            signal.signal(signal.SIGTERM, lambda number, frame: None)
+            send(signal.SIGTERM)
+            os._exit(0)
+        os.waitpid(child, 0)
+        time.sleep(0.2)
+
+
+TRAIN = ("-m", "unirl.cli", "train", "diffusion/sd3_trainside", "scale=toy", "num_rollouts=50", "save_interval=50")
+CATCHES = 1 << (signal.SIGTERM - 1)
+
+
+def catches(pid: int) -> bool:
+    """True when the process has a handler of SIGTERM."""
+    [mask] = re.findall(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(int(mask, 16) & CATCHES)
+
+
+def has_torch(pid: int) -> bool:
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+
+
+def stopped_at(folder: Path, number: int, moment) -> tuple[int, str]:
+    """Exit status and output of a run that gets a signal at a moment."""
+    with open(f"{folder}.log", "w+") as log:
+        words = [sys.executable, *TRAIN, f"run.dir={folder}"]
+        child = subprocess.Popen(words, stdout=log, stderr=log, preexec_fn=terminal_signals)
+        try:
+            assert wait_until(lambda: child.poll() is not None or moment(child.pid), 120)
+            child.send_signal(number)
+            status = child.wait(120)
+        finally:
+            child.kill()
+        return status, Path(log.name).read_text()
+
+
+def terminal_signals() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def test_a_run_that_is_stopped_before_it_imports_its_libraries_ends_with_75(tmp_path):
+    without_torch = []
+    status, said = stopped_at(
+        tmp_path / "run",
+        signal.SIGTERM,
+        lambda pid: catches(pid) and (without_torch.append(not has_torch(pid)) or True),
+    )
+    assert status == 75 and without_torch[0], said
+    assert "SIGTERM: stopped while no step was running. Nothing is lost" in said and "Traceback" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", STOPPING[1:], ids=lambda number: number.name)
+@pytest.mark.parametrize("moment", ["handlers", "imports", "opened", "first-step"])
+def test_a_run_that_is_stopped_at_any_moment_ends_with_75(number, moment, tmp_path):
+    folder = tmp_path / "run"
+    moments = {
+        "handlers": catches,
+        "imports": has_torch,
+        "opened": lambda pid: (folder / "run.json").exists(),
+        "first-step": lambda pid: (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").stat().st_size,
+    }
+    status, said = stopped_at(folder, number, moments[moment])
+    assert status == 75 and "Traceback" not in said, said
+    if (folder / "run.json").exists():
+        assert json.loads((folder / "run.json").read_text())["exit"]["code"] == 75
 
 
 def test_handlers_are_put_back():

@@ -367,13 +367,20 @@ def test_a_recipe_is_found_by_name_by_path_and_from_anywhere(examples, tmp_path,
 
 
 @pytest.mark.parametrize("folder", ["", "llm/", "vlm/"])
-def test_a_recipe_under_another_lists_name_is_answered_with_the_one_that_does_the_same(tmp_path, folder):
-    names = ("dapo_sglang", "dapo", "dpa0_sglang", "dpap_sglang")
-    for name in (f"qwen3_ar_drpo_4b_base_{ending}" for ending in names):
-        (tmp_path / "llm").mkdir(exist_ok=True)
-        (tmp_path / "llm" / f"{name}.yaml").write_text("")
-    with pytest.raises(UsageError, match="Nearest: llm/qwen3_ar_drpo_4b_base_dapo_sglang,"):
-        find_recipe(f"{folder}qwen3_ar_drpo_4b_base_dpao_sglang", (tmp_path,))
+@pytest.mark.parametrize(("wanted", "present"), [("dapo", "dpao"), ("dpao", "dapo")])
+def test_a_recipe_with_two_spellings_is_answered_with_the_one_that_is_there(tmp_path, folder, wanted, present):
+    """The published name of a recipe has two letters exchanged."""
+    (tmp_path / "llm").mkdir()
+    for ending in (f"{present}_sglang", "dapo", "dpa0_sglang", "dpap_sglang"):
+        (tmp_path / "llm" / f"qwen3_ar_drpo_4b_base_{ending}.yaml").write_text("")
+    with pytest.raises(UsageError, match=f"Nearest: llm/qwen3_ar_drpo_4b_base_{present}_sglang,"):
+        find_recipe(f"{folder}qwen3_ar_drpo_4b_base_{wanted}_sglang", (tmp_path,))
+
+
+def test_the_published_spelling_is_the_name_of_the_recipe():
+    assert find_recipe("llm/qwen3_ar_drpo_4b_base_dpao_sglang").path.is_file()
+    with pytest.raises(UsageError, match="Nearest: llm/qwen3_ar_drpo_4b_base_dpao_sglang,"):
+        find_recipe("llm/qwen3_ar_drpo_4b_base_dapo_sglang")
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,13 @@ from unirl.config.recipe import RecipeConfig
 from unirl.config.recipe_files import find_recipe
 from unirl.config.targets import find_target
 from unirl.plan.compatibility import OTHER_MODALITY
+from unirl.plan.machine import check_engines
 from unirl.plan.notices import data_notices
 from unirl.plan.preflight import check_disk, preflight
+from unirl.rollout.engine.base import EngineUse
 from unirl.rollout.engine.sglang.engine import SGLangRolloutEngine
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
-from unirl.trainer.assemble import build_trainer, check_engines
+from unirl.trainer.assemble import build_trainer
 
 RECIPE = "diffusion/sd3_trainside"
 
@@ -335,7 +337,13 @@ def test_a_trainer_must_name_its_track(target):
             "takes no noise levels",
         ),
         ("diffusion/wan21_t2v", ["rollout=sglang_diffusion"], "SGLangRolloutEngine is for image"),
-        ("diffusion/qwen_image_trainside", ["rollout=sglang_diffusion"], "has no family qwen_image"),
+        ("diffusion/z_image_trainside", ["rollout=sglang_diffusion"], "has no family z_image"),
+        (
+            "diffusion/qwen_image_trainside",
+            ["rollout=sglang_diffusion", "rollout.tp_size=2"],
+            r"Set rollout\.tp_size=1",
+        ),
+        ("diffusion/wan22_i2v", ["rollout=vllm_omni"], r"this model \(wan22\) needs them"),
     ],
 )
 def test_what_a_diffusion_server_cannot_sample_is_refused_before_it_starts(recipe, words, says):
@@ -358,9 +366,64 @@ def test_a_length_of_text_that_a_real_server_ignores_is_refused_before_it_starts
         preflight(load(recipe, [*words, f"rollout.program={program}"]))
 
 
+@pytest.mark.parametrize(
+    ("recipe", "words", "says"),
+    [
+        ("unified_model/hi3_vllmomni", [], "samples with ReplicaRolloutEngine, in place of vLLM-Omni"),
+        ("pe/pe_sglang_lora_pickscore", [], "samples with ReplicaRolloutEngine, in place of SGLang"),
+        ("diffusion/sd3_vllmomni", [], None),
+        ("diffusion/sd3_vllmomni", ["rollout=replica"], "samples with ReplicaRolloutEngine, in place of vLLM-Omni"),
+    ],
+)
+def test_a_recipe_that_is_named_after_another_engine_says_what_it_samples_with(recipe, words, says):
+    notices = [line for line in preflight(load(recipe, words)).notices if "after which it is named" in line]
+    assert len(notices) == (says is not None) and all(says in line for line in notices)
+
+
 def test_what_sglang_cannot_sample_is_refused_before_it_starts():
     with pytest.raises(IncompatibleError, match=r"Set sampling\.min_new_tokens=0"):
         preflight(load("llm/quickstart", ["rollout=sglang", "sampling.min_new_tokens=3"]))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "says"),
+    [
+        (
+            "llm/quickstart",
+            ["rollout=sglang", "num_devices=2", "runtime=ray", "rollout.url=http://127.0.0.1:9"],
+            r"rollout\.url=http://127\.0\.0\.1:9 is one server, and 2 devices are to sample.*placement\.rollout",
+        ),
+        (
+            "diffusion/sd3_sglang_lora_separate",
+            ["num_devices=2", "backend.lora_cfg.alpha=2.5"],
+            r"backend\.lora_cfg\.alpha=2\.5: SGLang takes integers only.*sync\.merge_adapters=true",
+        ),
+    ],
+)
+def test_what_servers_cannot_take_over_is_refused_before_they_start(recipe, words, says):
+    with pytest.raises(IncompatibleError, match=says):
+        preflight(load(recipe, ["scale=toy", *words]))
+
+
+def test_a_folder_by_whose_name_sglang_knows_no_model_is_refused_before_it_starts(tmp_path):
+    use = EngineUse(num_devices=1, adapter_alpha=None, model_path=str(tmp_path), num_weights=2)
+    SGLangRolloutEngine.check_use({"url": None, "model_id": "stable-diffusion-3.5-medium"}, use)
+    SGLangRolloutEngine.check_use({"url": "http://127.0.0.1:9", "model_id": None}, use)
+    with pytest.raises(IncompatibleError, match=rf"bundle\.path={tmp_path} is a folder.* Set rollout\.model_id"):
+        SGLangRolloutEngine.check_use({"url": None, "model_id": None}, use)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        ("llm/quickstart", ["rollout=sglang", "rollout.engine_args={tp-size: 2}"]),
+        ("diffusion/quickstart", ["rollout=sglang_diffusion", "rollout.engine_args={--num_gpus: 2}"]),
+        ("diffusion/quickstart", ["rollout=vllm_omni", "rollout.engine_args={num_gpus: 2}"]),
+    ],
+)
+def test_arguments_that_an_engine_sets_itself_are_refused_before_it_starts(recipe, words):
+    with pytest.raises(InvalidValueError, match=r"rollout\.engine_args sets .*, which the engine sets itself"):
+        preflight(load(recipe, words))
 
 
 @pytest.mark.parametrize(

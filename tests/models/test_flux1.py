@@ -16,7 +16,7 @@ from unirl.models.denoising.diffusers_pipeline import (
     sample_with_euler,
     unshifted_sigmas,
 )
-from unirl.models.denoising.vae import packed, unpacked
+from unirl.models.denoising.packing import packed, unpacked
 from unirl.models.flux1.family import FLUX1, Flux1Bundle, Flux1Pipeline, facts
 from unirl.models.loading.hub import quiet_libraries
 from unirl.sde.kernels import EulerODE

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.models.family_cases import CASES, built, changed
 from unirl.config.errors import DataError
-from unirl.models.denoising.vae import packed, unpacked
+from unirl.models.denoising.packing import packed, unpacked
 from unirl.models.qwen_image.family import (
     QWEN_IMAGE,
     TEMPLATE,

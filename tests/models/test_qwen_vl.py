@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,27 @@ def test_equal_prompts_are_encoded_once(pipeline, pictures, monkeypatch) -> None
     assert len(opened) == 3
     patches = rows_of(conditions["images"].patches, conditions["images"].offsets)
     assert torch.equal(patches[0], patches[2])
+
+
+def test_other_programs_get_tokens_and_images_that_give_the_same_inputs(pipeline, path, pictures) -> None:
+    """The images are scaled already, so that the processor cuts them into the same patches."""
+    conditions = encoded(pipeline, pictures)
+    for i, (row, plain) in enumerate(zip(ROWS, pipeline.plain_prompts(conditions), strict=True)):
+        files = [Image.open(BytesIO(image)) for image in plain.images]
+        assert [image.mode for image in files] == ["RGB"] * len(row[1])
+        assert plain.tokens.count(pipeline.bundle.image_token) == len(row[1])
+        inputs = processed(pipeline, path, pictures, row)
+        assert plain.expanded == inputs["input_ids"][0].tolist()
+        again = pipeline.from_plain(plain.tokens, plain.images)
+        for name, condition in again.items():
+            expected = conditions[name].select([i])
+            for key, value in vars(condition).items():
+                same = (
+                    torch.equal(value, vars(expected)[key]) if torch.is_tensor(value) else value == vars(expected)[key]
+                )
+                assert same, (name, key)
+    with pytest.raises(ValueError, match="hold 1 image placeholders for 0 images"):
+        pipeline.from_plain(pipeline.plain_prompts(conditions)[1].tokens, [])
 
 
 def test_pixel_bounds_scale_images(path, pipeline, pictures) -> None:

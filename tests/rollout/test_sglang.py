@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import partial
 
@@ -18,25 +14,18 @@ from tests.served_latents import TOY, Served, asking
 from tests.served_latents import serving as serving_kind
 from unirl.config.errors import (
     DependencyError,
-    EngineError,
     IncompatibleError,
-    InvalidValueError,
-    SamplingMismatchError,
-    SyncError,
-    WeightsLostError,
 )
 from unirl.models.flux2_klein.family import Flux2KleinBundle, Flux2KleinPipeline
+from unirl.models.qwen_image.family import QwenImageBundle, QwenImagePipeline
 from unirl.rollout.engine.sglang.engine import SGLangRolloutEngine
 from unirl.rollout.engine.sglang.families import FAMILIES
-from unirl.sde.kernels import CPSSDEStrategy, DanceSDEStrategy, DPMSolver2M, FlowSDEStrategy
-from unirl.testing.engine import check_engine
-from unirl.train.configs import LoraConfig
+from unirl.sde.kernels import DanceSDEStrategy, FlowSDEStrategy
 from unirl.types.sampling import DiffusionSamplingParams
 
-LORA = LoraConfig(rank=4, alpha=8.0)
 ATOL = 1e-4
 """Largest difference of log-probs: the replay computes the noise of fp32 latents, the server has it."""
-KLEIN = (Flux2KleinBundle, Flux2KleinPipeline)
+KLEIN, QWEN = (Flux2KleinBundle, Flux2KleinPipeline), (QwenImageBundle, QwenImagePipeline)
 
 
 at = partial(Served.at, SGLangRolloutEngine)
@@ -48,34 +37,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """One server for the tests that leave it running."""
     with fake() as url, serving(tmp_path_factory.mktemp("run"), url=url) as each:
         yield each
-
-
-def test_it_keeps_the_contract_of_an_engine(served) -> None:
-    """Refusal before a push, log-probs equal to the replay's before and after an update, row bits, sleep, snapshots."""
-    check_engine(served.engine, served.trained, served.backend, asking(served.engine), atol=ATOL)
-
-
-@pytest.mark.parametrize("merge", [False, True], ids=["adapters", "merged"])
-def test_adapters_keep_the_contract_too(tmp_path, merge) -> None:
-    with fake() as url, serving(tmp_path, url=url, lora=LORA) as served:
-        req = asking(served.engine)
-        check_engine(served.engine, served.trained, served.backend, req, atol=ATOL, merge_adapters=merge)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"kernel": CPSSDEStrategy(eta=0.5)},
-        {"guidance_scale": 4.0, "negative_prompt": "blurred"},
-        {"sde_indices": (1,), "height": 64},
-        {"num_inference_steps": 6, "sde_indices": (0, 2, 4)},
-    ],
-    ids=["cps", "guidance", "one step", "six steps"],
-)
-def test_sampling_settings_reach_the_server(served, changes) -> None:
-    """The replay uses the settings of the request, so that equal log-probs say that the server used them."""
-    served.push()
-    assert served.log_prob_gap(served.asking(**changes)) < ATOL
 
 
 def test_an_evaluation_is_the_trainers_own_euler_path_from_the_noise_of_the_seed(served) -> None:
@@ -98,17 +59,38 @@ def test_an_evaluation_is_the_trainers_own_euler_path_from_the_noise_of_the_seed
     assert torch.equal(ours.decoded.pixels, served.trained.decode(ours.segment.final).pixels)
 
 
-def test_klein_sends_its_latents_as_tokens(tmp_path) -> None:
-    """The fake draws the noise of steps in the packed form, and packs trajectories."""
-    trained = Flux2KleinPipeline(Flux2KleinBundle(**TOY))
-    trained.write_model({}, tmp_path / "model")
+@pytest.mark.parametrize(
+    ("family", "recipe", "changes"),
+    [
+        (KLEIN, "diffusion/flux2_klein_trainside", {}),
+        (QWEN, "diffusion/qwen_image_trainside", {"guidance_scale": 4.0}),
+    ],
+    ids=["flux2_klein", "qwen_image"],
+)
+def test_a_family_may_send_its_latents_as_tokens(tmp_path, family, recipe, changes) -> None:
+    """The fake draws the noise of steps in the packed form, packs trajectories, and joins layers of Qwen-Image."""
+    bundle, pipeline = family
+    pipeline(bundle(**TOY)).write_model({}, tmp_path / "model")
     with (
-        fake(path=str(tmp_path / "model"), recipe="diffusion/flux2_klein_trainside") as url,
-        serving(tmp_path, url=url, family=KLEIN) as served,
+        fake(path=str(tmp_path / "model"), recipe=recipe) as url,
+        serving(tmp_path, url=url, family=family) as served,
     ):
         served.train()
         served.push()
-        assert served.log_prob_gap(served.asking()) < ATOL
+        assert served.log_prob_gap(served.asking(**changes)) < ATOL
+
+
+def test_parts_of_a_fused_layer_are_joined_when_all_have_arrived() -> None:
+    """In the order of SGLang, whatever that of the transfer is."""
+    parts = {f"block.attn.add_{name}_proj.bias": torch.full((2,), float(i)) for i, name in enumerate("qkv")}
+    names = list(parts)
+    family, waiting = FAMILIES["qwen_image"], {}
+    for name in (names[2], names[0]):
+        whole, waiting = family.joined(waiting | {name: parts[name]})
+        assert whole == {}
+    whole, waiting = family.joined(waiting | {names[1]: parts[names[1]], "proj_out.bias": torch.zeros(1)})
+    assert whole["block.attn.to_added_qkv.bias"].tolist() == [0, 0, 1, 1, 2, 2] and waiting == {}
+    assert set(whole) == {"block.attn.to_added_qkv.bias", "proj_out.bias"}
 
 
 def test_the_noise_levels_of_sd3_are_those_that_the_real_server_reported(served) -> None:
@@ -122,133 +104,19 @@ def test_packing_is_undone() -> None:
     packed = FAMILIES["flux2_klein"].packed(latents)
     assert packed.shape == (6, 4) and torch.equal(packed[4], latents[:, 1, 1])  # token 4 is row 1, column 1
     assert torch.equal(FAMILIES["flux2_klein"].unpacked(packed, (4, 2, 3)), latents)
-
-
-# Mistakes of a server
-
-
-@pytest.mark.parametrize(
-    ("fault", "error", "says"),
-    [
-        ("other-model", SyncError, "the server took every tensor, but the forward of engine rank 0 differs"),
-        ("wrong-dtype", SyncError, r"update weight check failed: checksum mismatch for \d+ tensor"),
-        ("ignore-seeds", EngineError, "does not start from the noise of its seed"),
-        ("nan", EngineError, "the latents have values that are not finite"),
-        ("fewer-rows", EngineError, "with 0 samples, and one was asked for"),
-        ("slow", EngineError, r"gave no answer for canary:\d in 5 attempts"),
-    ],
-)
-def test_a_lie_is_caught_when_weights_are_sent(tmp_path, fault, error, says) -> None:
-    timeout = {"timeout_s": 0.5} if fault == "slow" else {}
-    with fake(fault) as url, serving(tmp_path, url=url, **timeout) as served:
-        with pytest.raises(error, match=says):
-            served.push()
-        with pytest.raises(SyncError, match="no verified weights"):
-            served.sampled(served.asking())
-
-
-@pytest.mark.parametrize(
-    ("fault", "error", "says"),
-    [
-        (
-            "other-sigmas",
-            SamplingMismatchError,
-            r"noise levels \(sigmas\) used are \[1, 0\.87096, .*\], and the request has \[1, 0\.857692, .*, 0\]",
-        ),
-        ("other-steps", SamplingMismatchError, r"stochastic steps used are \[1\], and the request has \[0, 1\]"),
-        ("other-noise-scale", SamplingMismatchError, r"samples with another noise scale \(sampling\.kernel\.eta\)"),
-        ("swap-rows", EngineError, "does not start from the noise of its seed"),
-        ("version-skew", SyncError, "from the weights 'those with the checksum"),
-    ],
-)
-def test_a_lie_is_caught_in_the_first_samples(tmp_path, fault, error, says) -> None:
-    with fake(fault) as url, serving(tmp_path, url=url) as served:
-        served.push()
-        with pytest.raises(error, match=says):
-            served.sampled(served.asking())
-
-
-def test_a_server_that_ignores_guidance_is_caught(tmp_path) -> None:
-    with fake("other-guidance") as url, serving(tmp_path, url=url) as served:
-        served.push()
-        with pytest.raises(SamplingMismatchError, match=r"does not use sampling\.guidance_scale=4 as the trainer"):
-            served.sampled(served.asking(guidance_scale=4.0))
-
-
-@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "adapters"])
-def test_stale_weights_are_caught(tmp_path, lora) -> None:
-    with fake("stale-weights") as url, serving(tmp_path, url=url, lora=lora) as served:
-        served.push()
-        served.train()
-        with pytest.raises(SyncError, match="new weights were sent, and SGLang reports the checksum of the old ones"):
-            served.push()
-
-
-@pytest.mark.parametrize("fault", ["half-answer", "close"])
-def test_samples_that_are_broken_off_are_asked_for_again(tmp_path, fault) -> None:
-    """With the same seeds, so that the answers are those of a server without faults."""
-    latents = []
-    for kind in (fault, None):
-        with fake(kind) as url, serving(tmp_path, url=url) as served:
-            served.push()
-            latents.append(served.sampled(served.asking()).latents)
-    assert torch.equal(*latents)
-
-
-def test_a_server_that_is_gone_is_named(tmp_path) -> None:
-    """The command starts a server in a process of its own, which kills itself while it samples."""
-    words = [sys.executable, "-m", "unirl.cli", "engines", "fake", "--engine", "sglang", "--fault", "die"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        url = process.stdout.readline().strip()
-        with serving(tmp_path, url=url) as served:
-            served.push()
-            with pytest.raises(EngineError, match=f"no SGLang answers at rollout.url={url}"):
-                served.sampled(served.asking())
-        assert process.wait(60) == -signal.SIGKILL
-
-
-def test_a_killed_server_gets_its_weights_again_and_gives_the_same_samples(tmp_path) -> None:
-    """kill -9 within a rollout: the engine asks for the weights, and the rollout is repeated with the same seeds."""
-    with serving(tmp_path, max_restarts=1) as served:
-        served.train()
-        served.push()
-        expected, process = served.sampled(served.asking()).latents, served.engine.server.process
-        assert process is not None
-        sample, asked = served.engine.server.sample, []
-
-        def killing(*args):
-            asked.append(args)
-            if len(asked) == 3:
-                os.killpg(process._process.pid, signal.SIGKILL)
-            return sample(*args)
-
-        served.engine.server.sample = killing
-        with pytest.raises(WeightsLostError, match="those of the last transfer must be sent again"):
-            served.sampled(served.asking())
-        with pytest.raises(SyncError, match="no verified weights"):
-            served.sampled(served.asking())
-        served.push()
-        assert torch.equal(served.sampled(served.asking()).latents, expected) and process.num_starts == 2
+    qwen, latents = FAMILIES["qwen_image"], latents.reshape(1, 4, 6)
+    packed = qwen.packed(latents)
+    assert packed.shape == qwen.packed_shape((1, 4, 6)) and packed[4].tolist() == [14, 15, 20, 21]
+    assert torch.equal(qwen.unpacked(packed, (1, 4, 6)), latents)
 
 
 # Settings
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"init_same_noise": True}, r"Set sampling\.init_same_noise=false"),
-        ({"solver": DPMSolver2M()}, r"sampling\.solver: SGLang takes Euler steps"),
-        ({"cache_threshold": 0.1}, r"sampling\.cache_threshold"),
-        ({"kernel": DanceSDEStrategy()}, "SGLang has no DanceSDEStrategy. Use FlowSDEStrategy or CPSSDEStrategy"),
-        ({"kernel": CPSSDEStrategy(log_prob_form="unnormalised")}, "Set log_prob_form=gaussian"),
-    ],
-)
-def test_settings_that_the_server_does_not_have_are_refused(served, changes, says) -> None:
+def test_a_kernel_that_the_server_does_not_have_is_refused(served) -> None:
     served.push()
-    with pytest.raises(IncompatibleError, match=says):
-        served.sampled(served.asking(**changes))
+    with pytest.raises(IncompatibleError, match=r"has no DanceSDEStrategy\. Use FlowSDEStrategy or CPSSDEStrategy"):
+        served.sampled(served.asking(kernel=DanceSDEStrategy()))
 
 
 def test_a_length_of_text_that_the_real_server_does_not_take_is_refused(tmp_path) -> None:
@@ -267,19 +135,11 @@ def test_the_real_program_needs_its_package_and_a_name_of_the_model(tmp_path) ->
     assert words[:3] == ["python", "-m", "sglang.multimodal_gen.runtime.launch_server"]
     for option in ("--model-id stable-diffusion-3.5-medium", "--dit-precision fp32", "--tp-size 2"):
         assert option in " ".join(words)
-    with pytest.raises(InvalidValueError, match=r"sets tp_size, which the engine sets itself"):
-        at(tmp_path, engine_args={"tp_size": 2})
 
 
 def test_a_server_of_another_model_is_refused(tmp_path) -> None:
     refusal = pytest.raises(IncompatibleError, match=r"serves StableDiffusion3Pipeline .* trains Flux2KleinPipeline")
     with fake() as url, serving(tmp_path, url=url, family=KLEIN) as served, refusal:
-        served.push()
-
-
-def test_an_adapter_with_a_fractional_alpha_is_refused(tmp_path) -> None:
-    lora, refusal = LoraConfig(rank=4, alpha=2.5), pytest.raises(SyncError, match=r"backend\.lora_cfg\.alpha=2\.5")
-    with fake() as url, serving(tmp_path, url=url, lora=lora) as served, refusal:
         served.push()
 
 

@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 
+from unirl.tracking.owner import RunDirectoryError
 from unirl.tracking.run_directory import (
     RunDirectory,
-    RunDirectoryError,
     RunIdentity,
     allowed_environment,
     default_root,
     latest_run,
     read_record,
-    redact,
     status_of,
 )
+from unirl.types.secrets import redact
 
 IDENTITY = RunIdentity(project="demo", recipe="diffusion/quickstart", argv=("unirl", "train"), seed=42)
 
@@ -31,7 +31,7 @@ def test_run_directory_has_the_files_of_the_design(tmp_path):
     run = RunDirectory(tmp_path / "r", IDENTITY)
     run.write_config("bundle: 1\n", "bundle: 1\nseed: 42\n")
     names = {path.name for path in run.root.iterdir()}
-    assert names == {"run.json", "heartbeat", "env.json", "config", "logs", "samples", "eval", "checkpoints"}
+    assert names == {"run.json", "heartbeat", "writers", "env.json", "config", "logs", "samples", "eval", "checkpoints"}
     assert (run.root / "config" / "resolved.yaml").read_text() == "bundle: 1\nseed: 42\n"
     record = read_record(run.root)
     assert (record["recipe"], record["seed"], record["determinism"]) == ("diffusion/quickstart", 42, "bitwise")

@@ -86,7 +86,7 @@ def abandon(target: Tracker, half_line: str) -> None:
         table.close()
         with open(table.path, "a") as file:
             file.write(half_line)
-    target.run._heartbeat.stop()
+    target.run._owner.release()
 
 
 def content(root: Path) -> dict[str, object]:
@@ -94,7 +94,8 @@ def content(root: Path) -> dict[str, object]:
     result: dict[str, object] = {}
     for path in sorted(root.rglob("*")):
         name = path.relative_to(root).as_posix()
-        if path.is_file() and name not in ("run.json", "env.json", "heartbeat", "events.jsonl"):
+        has_clock = path.parent.name == "writers" or name in ("run.json", "env.json", "heartbeat", "events.jsonl")
+        if path.is_file() and not has_clock:
             result[name] = path.read_bytes()
     result["metrics.jsonl"] = [timeless(row) for row in read_rows(root / "metrics.jsonl")]
     with open(root / "metrics.csv", newline="") as file:

@@ -18,7 +18,7 @@ from unirl.models.qwen3.family import Qwen3Bundle
 from unirl.plan.preflight import preflight
 
 RECIPE = str(ROOT / "tests/trainer/text_loop.yaml")
-DISTIL = ["~algorithm", "algorithm={_target_: unirl.algorithms.ar_opd.AROPD}"]
+DISTIL = ["plugins=[tests]", "~algorithm", "algorithm={_target_: unirl.algorithms.ar_opd.AROPD}"]
 
 
 @pytest.fixture(autouse=True)

@@ -13,14 +13,20 @@ PICTURES = Run(
     15,
     (*COMMON, "scale=toy", "stack.micro_batch_size=4", "backend.ema_cfg={target_decay: 0.9}"),
 )
-TEXT = Run(str(ROOT / "tests/trainer/text_loop.yaml"), 10, COMMON)
+TEXT = Run(str(ROOT / "tests/trainer/text_loop.yaml"), 10, (*COMMON, "plugins=[tests]"))
 CRITIC = Run(
     TEXT.recipe,
     10,
-    (*COMMON, "algorithm._target_=unirl.algorithms.ar_ppo.ARPPO", "backend.value_cfg={}", "backend.lora_cfg={rank: 4}"),
+    (
+        *TEXT.overrides,
+        "algorithm._target_=unirl.algorithms.ar_ppo.ARPPO",
+        "backend.value_cfg={}",
+        "backend.lora_cfg={rank: 4}",
+    ),
 )
 
 REWRITES = Run("pe/pe_trainside_pickscore", 6, (*COMMON, "scale=toy"))
+BACKGROUND = Run(PICTURES.recipe, 15, (*PICTURES.overrides, "checkpoint.asynchronous=true", "save_interval=1"))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -52,6 +58,12 @@ def test_killed_runs_of_text_resume_bit_for_bit(text, tmp_path) -> None:
 def test_more_killed_runs_resume_bit_for_bit(pictures, tmp_path, pytestconfig) -> None:
     """Up to the number of `--kills`: 24 are the evidence, 8 the everyday check."""
     assert pictures.broken_cases(range(4, pytestconfig.getoption("kills")), tmp_path) == []
+
+
+@pytest.mark.slow
+def test_killed_runs_that_save_in_the_background_resume_bit_for_bit(pictures, tmp_path, pytestconfig) -> None:
+    unkilled = Unkilled(BACKGROUND, pictures.outcome, pictures.duration)
+    assert unkilled.broken_cases(range(pytestconfig.getoption("kills") // 2), tmp_path) == []
 
 
 @pytest.mark.slow

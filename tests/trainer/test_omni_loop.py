@@ -19,8 +19,8 @@ from unirl.trainer.assemble import build_trainer
 TOY = ("scale=toy", "tracking.sample_steps=0", "evaluation.eval_steps=0")
 
 
-def run(folder: Path, *overrides: str) -> None:
-    loaded = load("diffusion/sd3_vllmomni", [*TOY, f"run.dir={folder}", *overrides])
+def run(folder: Path, *overrides: str, recipe: str = "diffusion/sd3_vllmomni") -> None:
+    loaded = load(recipe, [*TOY, f"run.dir={folder}", *overrides])
     preflight(loaded)
     with build_trainer(loaded) as trainer:
         trainer.train()
@@ -53,6 +53,23 @@ def test_a_run_that_stops_resumes_exactly(tmp_path) -> None:
     assert len(metrics_of(tmp_path / "parts")) == 1
     run(tmp_path / "parts", "num_rollouts=2")
     assert metrics_of(tmp_path / "parts") == metrics_of(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "engine"),
+    [
+        ("diffusion/qwen_image_trainside", "vllm_omni"),
+        ("diffusion/wan21_t2v", "vllm_omni"),
+        ("diffusion/wan22_t2v_14b", "vllm_omni"),
+        ("diffusion/wan22_ti2v_5b", "vllm_omni"),
+        ("diffusion/qwen_image_trainside", "sglang_diffusion"),
+    ],
+)
+def test_a_recipe_of_another_engine_trains_with_a_server(tmp_path, recipe, engine) -> None:
+    run(tmp_path, f"rollout={engine}", "num_rollouts=1", recipe=recipe)
+    [metrics] = metrics_of(tmp_path)
+    assert metrics["train/ratio_mean"] == pytest.approx(1.0, abs=1e-4)
 
 
 def test_exchanged_latents_stop_the_run_before_its_first_update(tmp_path) -> None:

@@ -105,6 +105,7 @@ def test_the_longest_wait_of_the_draws_is_told() -> None:
 
 RECIPE = str(ROOT / "tests/trainer/text_loop.yaml")
 REFILL = (
+    "plugins=[tests]",
     "refill={max_draws: 6}",
     "reward.backend={_target_: tests.trainer.tied_reward.TiedRewardScorer}",
     "sampling.max_new_tokens=4",

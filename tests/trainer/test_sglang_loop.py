@@ -21,6 +21,7 @@ from unirl.trainer.assemble import build_trainer
 
 TOY = ("scale=toy", "num_rollouts=2", "tracking.sample_steps=0", "evaluation.eval_steps=0")
 TOKENS = ("llm/quickstart", "rollout=sglang")
+IMAGES = ("vlm/qwen_vl_argrpo_geo3k_mc_sglang_4x8_lora",)
 LATENTS = ("diffusion/sd3_sglang_native_colocate",)
 
 
@@ -32,9 +33,12 @@ def run(folder: Path, *overrides: str, recipe: tuple[str, ...] = TOKENS) -> None
         trainer.train()
 
 
-def test_a_server_that_is_killed_within_a_step_changes_no_number_of_the_run(tmp_path, monkeypatch, capsys) -> None:
+@pytest.mark.parametrize("recipe", [TOKENS, pytest.param(IMAGES, marks=pytest.mark.slow)], ids=["texts", "images"])
+def test_a_server_that_is_killed_within_a_step_changes_no_number_of_the_run(
+    tmp_path, monkeypatch, capsys, recipe
+) -> None:
     """The weights are sent to the new server, and the step's samples are made again with the same seeds."""
-    run(tmp_path / "unbroken")
+    run(tmp_path / "unbroken", recipe=recipe)
     complete, asked = SGLangServer.complete, []
 
     def killing(server, request, params):
@@ -44,7 +48,7 @@ def test_a_server_that_is_killed_within_a_step_changes_no_number_of_the_run(tmp_
         return complete(server, request, params)
 
     monkeypatch.setattr(SGLangServer, "complete", killing)
-    run(tmp_path / "killed")
+    run(tmp_path / "killed", recipe=recipe)
     assert metrics_of(tmp_path / "killed") == metrics_of(tmp_path / "unbroken")
     assert len(set(asked)) == 16 < len(asked)
     assert "step 2 samples again: SGLang ended and was restarted" in capsys.readouterr().err
@@ -82,12 +86,13 @@ def test_exchanged_latents_stop_the_run_before_its_first_update(tmp_path) -> Non
 
 
 @pytest.mark.slow
-def test_a_run_with_a_diffusion_server_that_is_killed_resumes_exactly(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("recipe", [*LATENTS, *IMAGES])
+def test_a_run_with_a_server_that_is_killed_resumes_exactly(tmp_path, monkeypatch, recipe) -> None:
     """kill -9 of the trainer after its first step. Its server ends with it, and the resumed run starts another one."""
     monkeypatch.chdir(ROOT)
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     settings = ("scale=toy", "save_interval=1", "tracking.sample_steps=0", "evaluation.eval_steps=0")
-    training = Run(LATENTS[0], 3, settings)
+    training = Run(recipe, 3, settings)
     wanted = training.finish(whole)
     metrics = broken / "metrics.jsonl"
     assert training.kill_once(broken, lambda: metrics.exists() and metrics.read_text().count("\n") >= 1)

@@ -29,7 +29,7 @@ def in_the_checkout(monkeypatch):
 
 
 def checked(*overrides: str, recipe: str = RECIPE):
-    result = load(recipe, overrides)
+    result = load(recipe, ["plugins=[tests]", *overrides])
     preflight(result)
     return result
 

@@ -13,7 +13,13 @@ from tests.trainer.child import begin, said
 
 RECIPE = str(ROOT / "tests/trainer/text_loop.yaml")
 NUM_STEPS = 5
-COMMON = (f"num_rollouts={NUM_STEPS}", "save_interval=2", "sampling.max_new_tokens=4", "evaluation.eval_steps=0")
+COMMON = (
+    "plugins=[tests]",
+    f"num_rollouts={NUM_STEPS}",
+    "save_interval=2",
+    "sampling.max_new_tokens=4",
+    "evaluation.eval_steps=0",
+)
 PPO = (
     "algorithm={_target_: unirl.algorithms.ar_ppo.ARPPO, value_gradient: policy, whiten: true}",
     "backend.value_cfg={learning_rate: 1e-2, width: 8}",

@@ -17,6 +17,7 @@ from unirl.trainer import assemble
 STEPS = 2
 RECIPE = str(ROOT / "tests/trainer/text_loop.yaml")
 COMMON = (
+    "plugins=[tests]",
     f"num_rollouts={STEPS}",
     "save_interval=0",
     "tracking.sample_steps=0",

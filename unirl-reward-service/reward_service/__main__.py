@@ -4,61 +4,30 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import logging
 import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from types import FrameType
 
-import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from reward_service.app import Service, make_app
-from reward_service.config import ServiceConfig, read_config, read_token
+from reward_service.config import ServiceConfig, check_tls, read_config, read_token
+from reward_service.connections import limited_protocol
 from reward_service.frames import end_with_parent
 from unirl.config.errors import AddressError, DependencyError, UniRLError, report
 
-
-def protocol_with_header_timeout(header_s: float) -> type[H11Protocol]:
-    """Returns uvicorn's HTTP protocol with a timeout for headers, after which the connection is closed.
-
-    h11 limits the size of headers to 64 KiB.
-    """
-
-    class HeaderTimeoutProtocol(H11Protocol):
-        _late: asyncio.TimerHandle | None = None
-
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            self._watch()
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            self._watch()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._unwatch()
-            super().connection_lost(exc)
-
-        def _watch(self) -> None:
-            if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
-                self._unwatch()
-            elif self._late is None:
-                self._late = self.loop.call_later(header_s, self.transport.close)
-
-        def _unwatch(self) -> None:
-            if self._late is not None:
-                self._late.cancel()
-                self._late = None
-
-    return HeaderTimeoutProtocol
-
-
-GRACE_S = 10
-"""Seconds that requests in progress may take after a signal to stop."""
+GRACE_S = 1
+"""Seconds that responses may take to be sent after the requests in progress have ended."""
+HEAP_THRESHOLD = 2**22
+"""Blocks of at least this many bytes are returned to the system when they are freed."""
+HEAP_FREE = 2**24
+"""Largest number of free bytes at the end of a heap that are kept."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.with_parent:
         end_with_parent()
+    return_large_blocks()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     try:
         typed = {key: getattr(given, key) for key in ("host", "port", "token_file") if getattr(given, key) is not None}
@@ -87,41 +57,80 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def return_large_blocks() -> None:
+    """Lets the C library return freed bodies and pixels to the system instead of keeping them in its heaps."""
+    trim_threshold, mmap_threshold, max_arenas = -1, -3, -8  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX
+    with suppress(AttributeError, OSError):  # only glibc has mallopt
+        library = ctypes.CDLL(None)
+        library.mallopt(trim_threshold, HEAP_FREE)
+        library.mallopt(mmap_threshold, HEAP_THRESHOLD)
+        library.mallopt(max_arenas, 2)
+
+
 async def serve(config: ServiceConfig) -> None:
     """Loads every scorer, then serves until SIGINT or SIGTERM.
 
     Raises:
         UniRLError: the address is not allowed or in use, or a scorer cannot be loaded.
     """
-    server, limits = config.server, config.server.limits
+    server = config.server
     token = read_token(server)
+    check_tls(server)
     listening = listen(server.host, server.port)
     service = Service(config)
+    settings = uvicorn.Config(
+        make_app(service, token),
+        http=limited_protocol(server.limits),
+        ws="none",
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        limit_concurrency=server.limits.connections,
+        timeout_graceful_shutdown=GRACE_S,
+        ssl_certfile=server.tls_cert,
+        ssl_keyfile=server.tls_key,
+    )
+    serving = asyncio.ensure_future(Server(settings, service).serve([listening]))
+    starting = asyncio.ensure_future(service.start())
     try:
-        await service.start()
-        listening.listen()  # who reads the line below may connect at once
-        host, port = listening.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        print(f"serving {', '.join(service.rewards)} at http://{shown}:{port}", flush=True)
-        settings = uvicorn.Config(
-            make_app(service, token),
-            http=protocol_with_header_timeout(limits.header_s),
-            ws="none",
-            lifespan="off",
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            limit_concurrency=limits.connections,
-            timeout_graceful_shutdown=GRACE_S,
-        )
-        await Server(settings).serve([listening])
+        await asyncio.wait([serving, starting], return_when=asyncio.FIRST_COMPLETED)
+        if not serving.done():
+            await starting
+            listening.listen()  # who reads the line below may connect at once
+            host, port = listening.getsockname()[:2]
+            shown = f"[{host}]" if ":" in host else host
+            scheme = "http" if server.tls_cert is None else "https"
+            print(f"serving {', '.join(service.rewards)} at {scheme}://{shown}:{port}", flush=True)
+        await serving
     finally:
+        for task in (starting, serving):
+            task.cancel()
+        await asyncio.wait([starting, serving])
         await service.close()
         listening.close()
 
 
 class Server(uvicorn.Server):
-    """A server whose process ends with status 0 after SIGINT or SIGTERM, when everything is closed."""
+    """A server that drains after SIGINT or SIGTERM, and whose process then ends with status 0.
+
+    A second signal ends it at once.
+    """
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+        self._draining: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._draining is None:
+            self._draining = asyncio.ensure_future(self._drain())
+        else:
+            self.should_exit = self.force_exit = True
+
+    async def _drain(self) -> None:
+        await self._service.drain()
+        self.should_exit = True
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

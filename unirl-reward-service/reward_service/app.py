@@ -1,27 +1,33 @@
-"""The HTTP routes of the service: authentication, limits, typed refusals and the OpenAPI document."""
+"""The HTTP routes of the service."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
-import zlib
-from collections.abc import AsyncIterator, Sequence
-from copy import deepcopy
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
 
 import msgspec
 from fastapi import FastAPI, Request, Response
-from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reward_service.config import ServiceConfig
+from reward_service.gate import Gate, refusal
+from reward_service.intake import Intake, MemoryBudget
 from reward_service.media import MediaDecoder
 from reward_service.metrics import Metrics
+from reward_service.openapi import (
+    HEALTH_DOC,
+    LIVE_DOC,
+    METRICS_DOC,
+    READY_DOC,
+    REWARDS_DOC,
+    SCORE_DOC,
+    describe,
+)
 from reward_service.rewards import RewardQueue
-from reward_service.scoring import MemoryBudget, RequestRefused, Scoring
-from unirl.reward.client.wire import JSON, MSGPACK, Health, Refusal, ScoreRequest, ScoreResponse, decode, encode
+from reward_service.scoring import RequestRefused, Scoring
+from unirl.reward.client.wire import JSON, MSGPACK, Health, Probe, encode
 
 
 class Service:
@@ -29,15 +35,21 @@ class Service:
 
     def __init__(self, config: ServiceConfig) -> None:
         self.config = config
+        self.phase: Literal["loading", "serving", "draining"] = "serving"
+        self.num_requests = 0
+        """Number of score requests in progress."""
         self.metrics = Metrics()
         self.decoder = MediaDecoder(config.server.limits, self.metrics)
         self.rewards = {reward.name: RewardQueue(reward, config, self.metrics) for reward in config.rewards}
         self.scoring = Scoring(self.rewards, self.decoder, config.server, self.metrics)
-        self.budget = MemoryBudget(config.server.limits.pending_mb, self.metrics.pending)
+        self.budget = MemoryBudget(config.server.limits, self.metrics.pending)
+        self.intake = Intake(config.server.limits)
 
     async def start(self) -> None:
         """Waits until every worker has loaded its scorer. Raises UniRLError."""
+        self.phase = "loading"
         await asyncio.gather(self.decoder.start(), *(reward.start() for reward in self.rewards.values()))
+        self.phase = "serving"
 
     async def close(self) -> None:
         """Ends all processes."""
@@ -46,6 +58,31 @@ class Service:
     def health(self) -> Health:
         rewards = {name: reward.readiness for name, reward in self.rewards.items()}
         return Health(status="ok" if all(map(all, rewards.values())) else "degraded", rewards=rewards)
+
+    def not_ready(self) -> str | None:
+        """The reason why requests should go to another service at present; None if there is none."""
+        if self.phase != "serving":
+            return f"the service is {self.phase}"
+        waiting = [name for name, reward in self.rewards.items() if not reward.num_ready]
+        return f"no worker of {waiting[0]!r} is ready" if waiting else None
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Counts a request while it is in progress. Raises RequestRefused (503) unless the service accepts requests."""
+        if self.phase != "serving":
+            raise RequestRefused(503, self.phase, f"the service is {self.phase}", 1)
+        self.num_requests += 1
+        try:
+            yield
+        finally:
+            self.num_requests -= 1
+
+    async def drain(self) -> None:
+        """Refuses new requests, and waits until those in progress have ended, at most `drain_s` seconds."""
+        self.phase = "draining"
+        end = asyncio.get_running_loop().time() + self.config.server.drain_s
+        while self.num_requests and asyncio.get_running_loop().time() < end:
+            await asyncio.sleep(0.05)
 
 
 def make_app(service: Service, token: str | None) -> FastAPI:
@@ -57,7 +94,8 @@ def make_app(service: Service, token: str | None) -> FastAPI:
     async def score(request: Request) -> Response:
         """Scores of every item by every reward that it requires."""
         try:
-            return await _score(request, service)
+            with service.request():
+                return await _score(request, service)
         except RequestRefused as refused:
             return refusal(refused.status, refused.kind, refused.detail, refused.retry_after_s)
 
@@ -71,130 +109,35 @@ def make_app(service: Service, token: str | None) -> FastAPI:
         """The readiness of each replica of each reward."""
         return _json(service.health())
 
+    @app.get("/live", openapi_extra=LIVE_DOC)
+    async def live() -> Response:
+        """Answers as long as the process works. A supervisor restarts a service that does not answer."""
+        return _json(Probe(status="live"))
+
+    @app.get("/ready", openapi_extra=READY_DOC)
+    async def ready() -> Response:
+        """Answers 200 if every reward has a worker and new requests are accepted. A balancer asks it."""
+        why = service.not_ready()
+        return _json(Probe(status="ready")) if why is None else refusal(503, "not_ready", why, 1)
+
     @app.get("/metrics", openapi_extra=METRICS_DOC)
     async def metrics() -> Response:
         """Counters and histograms in Prometheus' text format."""
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
-    app.openapi = lambda: describe(app, list(service.rewards))  # type: ignore[method-assign]
-    app.add_middleware(Gate, token=token, metrics=service.metrics)
+    app.openapi = lambda: describe(app, list(service.rewards), service.config.server.limits)  # type: ignore[method-assign]
+    app.add_middleware(Gate, server=service.config.server, token=token, metrics=service.metrics)
     return app
-
-
-class Gate:
-    """Refuses requests without the token, and counts the responses."""
-
-    def __init__(self, app: ASGIApp, token: str | None, metrics: Metrics) -> None:
-        self._app, self._metrics = app, metrics
-        self._expected = None if token is None else f"Bearer {token}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-
-        async def counted(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                route = scope.get("route")
-                self._metrics.requests.labels(getattr(route, "path", "other"), message["status"]).inc()
-            await send(message)
-
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        if self._expected is None or hmac.compare_digest(given, self._expected):
-            await self._app(scope, receive, counted)
-        else:
-            answer = refusal(401, "unauthorized", "send the service's token: Authorization: Bearer <token>")
-            answer.headers["WWW-Authenticate"] = "Bearer"
-            await answer(scope, receive, counted)
 
 
 async def _score(request: Request, service: Service) -> Response:
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type not in (JSON, MSGPACK):
         raise RequestRefused(415, "unsupported_type", f"content-type {content_type!r}: send {MSGPACK} or {JSON}")
-    with service.budget.share() as share:
-        share.take(length_of(request, service))
-        body = await read_body(request, service)
-        try:
-            score_request = decode(ScoreRequest, body, content_type)
-        except msgspec.ValidationError as error:
-            raise RequestRefused(422, "schema", str(error)) from error
-        except msgspec.DecodeError as error:
-            raise RequestRefused(400, "malformed", str(error)) from error
-        response = await service.scoring.answer(score_request, share)
+    with service.budget.share(request.client.host if request.client else "") as share:
+        samples = await service.intake.receive(request, content_type, share)
+        response = await service.scoring.answer(samples, share)
     return Response(encode(response, content_type), media_type=content_type)
-
-
-def length_of(request: Request, service: Service) -> int:
-    """The declared number of bytes of the body, or the largest allowed number without a declaration.
-
-    Raises:
-        RequestRefused: 413 more is declared than allowed. The answer does not wait for a body that may never come.
-    """
-    limits = service.config.server.limits
-    declared = request.headers.get("content-length")
-    if declared is None or not declared.isdecimal():
-        return limits.body_bytes
-    digits = len(str(limits.body_bytes))
-    if len(declared) > digits or int(declared) > limits.body_bytes:  # int() refuses thousands of digits
-        raise too_large(limits.body_mb)
-    return int(declared)
-
-
-async def read_body(request: Request, service: Service) -> bytes | memoryview:
-    """The uncompressed body.
-
-    Raises:
-        RequestRefused: 400 the body is cut off or damaged, 408 it came too slowly, 413 it is too large,
-            415 its encoding is not supported.
-    """
-    limits = service.config.server.limits
-    encoding = request.headers.get("content-encoding", "identity").lower()
-    if encoding not in ("identity", "gzip"):
-        raise RequestRefused(415, "unsupported_type", f"content-encoding {encoding!r}: send gzip or none")
-    try:
-        async with asyncio.timeout(limits.body_s):
-            body = await collect(request.stream(), length_of(request, service), limits.body_mb)
-    except TimeoutError as error:
-        raise RequestRefused(408, "too_slow", f"the body did not come within {limits.body_s:g} s") from error
-    except ClientDisconnect as error:
-        raise RequestRefused(400, "malformed", "the body ended before its length") from error
-    return decompress(body, limits.body_mb) if encoding == "gzip" else body
-
-
-async def collect(pieces: AsyncIterator[bytes], expected: int, limit_mb: float) -> memoryview:
-    """Joins the pieces of a body in memory that is allocated once for `expected` bytes. Raises RequestRefused: 413."""
-    body, length = bytearray(expected), 0
-    async for piece in pieces:
-        if length + len(piece) > limit_mb * 2**20:
-            raise too_large(limit_mb)
-        body[length : length + len(piece)] = piece
-        length += len(piece)
-    return memoryview(body)[:length]
-
-
-def too_large(limit_mb: float) -> RequestRefused:
-    return RequestRefused(413, "too_large", f"the body is larger than {limit_mb:g} MiB: send fewer items at once")
-
-
-def decompress(body: memoryview, limit_mb: float) -> bytes:
-    """Returns the content of a gzip body. Raises RequestRefused: 413 it exceeds the limit, 400 it is damaged."""
-    unpacker = zlib.decompressobj(wbits=31)
-    try:
-        plain = unpacker.decompress(body, int(limit_mb * 2**20) + 1)
-    except zlib.error as error:
-        raise RequestRefused(400, "malformed", f"not gzip: {error}") from error
-    if len(plain) > limit_mb * 2**20:
-        raise too_large(limit_mb)
-    if not unpacker.eof:
-        raise RequestRefused(400, "malformed", "the gzip body ends too early")
-    return plain
-
-
-def refusal(status: int, kind: str, detail: str, retry_after_s: int | None = None) -> Response:
-    """Returns a typed response that is not a success."""
-    headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
-    return Response(encode(Refusal(kind=kind, detail=detail), JSON), status, headers, JSON)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -207,58 +150,3 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 def _json(value: object) -> Response:
     return Response(msgspec.json.encode(value), media_type=JSON)
-
-
-Json = dict[str, Any]
-
-_refs, _schemas = msgspec.json.schema_components(
-    [ScoreRequest, ScoreResponse, Health, Refusal], ref_template="#/components/schemas/{name}"
-)
-_request, _response, _health, _refusal = _refs
-
-REFUSALS = {
-    "400": "Not JSON or msgpack, an unknown reward, or an image or video that cannot be read.",
-    "401": "The token is missing or wrong.",
-    "408": "The body did not arrive in time.",
-    "409": "A request_id that was used for another item.",
-    "413": "A body, a list, an image or a video beyond the limits.",
-    "415": "A content type or encoding that is not supported.",
-    "422": "The body does not match the schema; the detail names the place.",
-    "429": "The queue is full; Retry-After says when to try again.",
-    "503": "Too many requests are in progress; Retry-After says when to try again.",
-}
-RETRY_AFTER = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer", "minimum": 1}}}
-
-
-def _refused(status: str) -> Json:
-    response: Json = {"description": REFUSALS[status], "content": {JSON: {"schema": _refusal}}}
-    return response | ({"headers": RETRY_AFTER} if status in ("429", "503") else {})
-
-
-def _answer(description: str, content: Json, refusals: list[str]) -> Json:
-    return {"responses": {"200": {"description": description, "content": content}} | {s: _refused(s) for s in refusals}}
-
-
-def _either(schema: Json) -> Json:
-    return {JSON: {"schema": schema}, MSGPACK: {"schema": schema}}
-
-
-SCORE_DOC = {"requestBody": {"required": True, "content": _either(_request)}} | _answer(
-    "In the order of the requests; in the content type of the request.", _either(_response), list(REFUSALS)
-)
-HEALTH_DOC = _answer("Readiness of every replica.", {JSON: {"schema": _health}}, ["401"])
-REWARDS_DOC = _answer("Names.", {JSON: {"schema": {"type": "array", "items": {"type": "string"}}}}, ["401"])
-METRICS_DOC = _answer("Prometheus' text format.", {"text/plain": {"schema": {"type": "string"}}}, ["401"])
-
-
-def describe(app: FastAPI, rewards: Sequence[str]) -> Json:
-    """Returns the OpenAPI document, which is made once and names the rewards of this service."""
-    if app.openapi_schema is None:
-        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        schemas = deepcopy(_schemas)
-        schemas["ScoreItem"]["properties"]["required_rewards"]["items"] = {"enum": list(rewards)}
-        document.setdefault("components", {})["schemas"] = schemas
-        document["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
-        document["security"] = [{"token": []}, {}]
-        app.openapi_schema = document
-    return app.openapi_schema

@@ -6,8 +6,9 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 
@@ -53,8 +54,19 @@ class Child:
     def pid(self) -> int:
         return self._process.pid
 
-    async def ask(self, message: Message, timeout_s: float) -> Message:
+    def resident_mb(self) -> float:
+        """Returns the memory of the process in MiB; 0 where the system does not tell, or after its end."""
+        with suppress(OSError):
+            pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
+            return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+        return 0.0
+
+    async def ask(self, message: Message, timeout_s: float, reserve: Callable[[int], None] | None = None) -> Message:
         """Returns the answer to `message`.
+
+        Args:
+            reserve: is called with the number of bytes of the answer before they are read. What it raises is raised
+                here; the caller must then kill the child.
 
         Raises:
             TimeoutError: the answer took longer than `timeout_s`. The caller must kill the child.
@@ -64,7 +76,10 @@ class Child:
             try:
                 for buffer in pack(message):
                     await asyncio.get_running_loop().sock_sendall(self._socket, buffer)
-                return unpack(await self._receive(frame_length(await self._receive(LENGTH))))
+                length = frame_length(await self._receive(LENGTH))
+                if reserve is not None:
+                    reserve(length)
+                return unpack(await self._receive(length))
             except (OSError, msgspec.DecodeError) as error:
                 raise PeerGone(str(error)) from error
 
@@ -85,11 +100,15 @@ class Child:
         self._socket.close()
         await self.ended
 
-    async def describe_end(self) -> str:
-        """Returns how the process ended, for a message. Waits up to 1 s for its exit status."""
+    async def exit_status(self) -> int | None:
+        """Returns the exit status, or minus the number of a signal. Waits up to 1 s for it; None if there is none."""
         with suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(self.ended), 1.0)
-        if not self.ended.done():
+        return self.ended.result() if self.ended.done() else None
+
+    async def describe_end(self) -> str:
+        """Returns how the process ended, for a message."""
+        status = await self.exit_status()
+        if status is None:
             return "stopped answering"
-        status = self.ended.result()
         return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import ssl
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,10 +26,14 @@ class LimitsConfig:
 
     body_mb: float = 64.0
     """Largest body, compressed or not, in MiB."""
-    pending_mb: float = 512.0
-    """Largest size in MiB of all bodies in progress and their decoded files. Beyond it, requests are answered 503."""
+    pending_mb: float = 384.0
+    """Largest size in MiB of all unpacked bodies in progress and their decoded files. Beyond it, requests are answered
+    503."""
     connections: int = 1024
     """Largest number of open connections. Beyond it, requests are answered 503."""
+    client_share: float = 0.5
+    """Largest share of `pending_mb` that large requests of one client (an address) may hold, and of `connections` and
+    of each reward's `max_queue`."""
     items: int = 256
     """Largest number of items in a request."""
     turns: int = 8
@@ -47,7 +53,9 @@ class LimitsConfig:
     header_s: float = 5.0
     """Timeout in seconds for a client to send its headers."""
     body_s: float = 30.0
-    """Timeout in seconds for a client to send its body."""
+    """Timeout in seconds for a client to send its body, and to read its response."""
+    body_rate_kb: float = 16.0
+    """Smallest average rate of a body in KiB/s, after its first `header_s` seconds."""
     decode_s: float = 1.5
     """CPU time in seconds to decode an image, after which its decoder is ended. A video has ten times as much."""
     decoder_mb: float = 1024.0
@@ -62,9 +70,13 @@ class LimitsConfig:
         for name, value in vars(self).items():
             if name != "media_roots" and value <= 0:
                 raise ValueError(f"LimitsConfig.{name} must be > 0, got {value}")
-        if self.body_mb > self.pending_mb:
+        if self.client_share > 1:
+            raise ValueError(f"LimitsConfig.client_share must lie in (0, 1], got {self.client_share}")
+        if 2 * self.body_mb > self.client_share * self.pending_mb:
             raise ValueError(
-                f"LimitsConfig.body_mb={self.body_mb:g} is more than pending_mb={self.pending_mb:g}: raise it"
+                f"LimitsConfig.body_mb={self.body_mb:g}, of which the bytes and what is parsed from them are held, "
+                f"does not fit twice into client_share={self.client_share:g} of pending_mb={self.pending_mb:g}: raise "
+                "pending_mb"
             )
         for root in self.media_roots:
             if not Path(root).is_dir():
@@ -90,12 +102,25 @@ class ServerConfig:
     """Timeout in seconds of an item that waits for a worker, including a worker that is being replaced."""
     token_file: str | None = None
     """A file with the token that every request must contain (`Authorization: Bearer ...`). Required beyond loopback."""
+    host_names: tuple[str, ...] = ()
+    """Names and addresses by which clients may call the service (the header Host). Empty: on loopback, those of this
+    machine, so that no web page reaches the service by a name of its own; otherwise all."""
+    drain_s: float = 10.0
+    """Seconds that requests in progress may take after SIGTERM or SIGINT. New ones are answered 503 from then on."""
+    tls_cert: str | None = None
+    """A PEM file with the certificate chain. With it and `tls_key`, the service speaks HTTPS only."""
+    tls_key: str | None = None
+    """A PEM file with the private key of the certificate."""
+    log_requests: bool = False
+    """Log every request with its id. Refused requests are always logged."""
     limits: LimitsConfig = field(default_factory=LimitsConfig)
 
     def __post_init__(self) -> None:
-        for name in ("score_timeout_s", "load_timeout_s", "queue_timeout_s"):
+        for name in ("score_timeout_s", "load_timeout_s", "queue_timeout_s", "drain_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"ServerConfig.{name} must be > 0, got {getattr(self, name)}")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("ServerConfig.tls_cert and tls_key need each other: name both files, or none")
         if not 0 <= self.port < 2**16:
             raise ValueError(f"ServerConfig.port must lie in 0..65535, got {self.port}")
 
@@ -122,7 +147,12 @@ class RewardConfig:
     max_queue: int = 1024
     """Largest number of waiting items. Beyond it, requests are answered 429."""
 
+    recycle_mb: float | None = None
+    """A worker that holds more memory than this after a batch, in MiB, is replaced. None: workers are kept."""
+
     def __post_init__(self) -> None:
+        if self.recycle_mb is not None and self.recycle_mb <= 0:
+            raise ValueError(f"RewardConfig.recycle_mb must be > 0 MiB, got {self.recycle_mb}")
         for name in ("num_replicas", "batch_size", "max_queue"):
             if getattr(self, name) < 1:
                 raise ValueError(f"RewardConfig.{name} must be >= 1, got {getattr(self, name)}")
@@ -203,14 +233,33 @@ def read_token(server: ServerConfig) -> str | None:
             )
         return None
     try:
+        mode = Path(server.token_file).stat().st_mode
         token = Path(server.token_file).read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"server.token_file={server.token_file} cannot be read: {error}") from error
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ExposedServerError(
+            f"server.token_file={server.token_file} has mode {stat.S_IMODE(mode):o}, so other users of this machine "
+            f"may read it: run chmod 600 {server.token_file}"
+        )
     if len(token) < 16 or not token.isprintable() or " " in token:
         raise ExposedServerError(
             f"server.token_file={server.token_file} has no token: write at least 16 letters and digits on one line"
         )
     return token
+
+
+def check_tls(server: ServerConfig) -> None:
+    """Raises UsageError when the certificate or its key cannot be read, or do not belong together."""
+    if server.tls_cert is None:
+        return
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(server.tls_cert, server.tls_key)
+    except OSError as error:  # ssl.SSLError is one
+        raise UsageError(
+            f"server.tls_cert={server.tls_cert} and tls_key={server.tls_key} are no certificate with its key: {error}. "
+            "Write both as PEM files"
+        ) from error
 
 
 def is_loopback(host: str) -> bool:

@@ -74,7 +74,8 @@ class ScorerRow(Struct):
     text: str | None = None
     image: MediaPayload | None = None
     video: MediaPayload | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Any = None
+    """A mapping or None. The service has it as msgspec.Raw, since only the worker unpacks it."""
     sources: list[MediaPayload] = []
     """The images of earlier turns: the sources of an edited image."""
 

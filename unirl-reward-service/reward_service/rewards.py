@@ -7,12 +7,12 @@ import logging
 import math
 import sys
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 from reward_service.child import Child
-from reward_service.config import RewardConfig, ServiceConfig
+from reward_service.config import MIB, RewardConfig, ServiceConfig
+from reward_service.fairness import FairQueue
 from reward_service.frames import (
     BatchOutcomes,
     ItemOutcome,
@@ -41,6 +41,10 @@ MAX_RETRY_AFTER_S = 30
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.5, 60.0
 """Seconds between attempts to restart a worker; the pause doubles from the first value to the last."""
 STOPS = ItemError("unavailable", "the service stops")
+MAX_BATCH_BYTES = 32 * MIB
+"""Largest size of the media that are sent to a worker at once, in addition to the memory of their requests."""
+SHOWN_IDS = 8
+"""Largest number of items that a message of the log names."""
 MAX_TRIES = 2
 """An item whose worker dies is scored once more, alone. If the worker dies again, this item is the cause."""
 
@@ -51,8 +55,16 @@ class Job:
 
     row: ScorerRow
     outcome: asyncio.Future[ItemOutcome]
+    client: str = ""
+    """The address of the client. Clients are served in turn."""
     queued_at: float = field(default_factory=time.monotonic)
     tries: int = 0
+
+    @property
+    def size(self) -> int:
+        """Number of bytes of its raw media."""
+        media = (self.row.image, self.row.video, *self.row.sources)
+        return sum(len(medium.data) for medium in media if medium is not None)
 
 
 class RewardQueue:
@@ -63,8 +75,10 @@ class RewardQueue:
         self.name = config.name
         self.reads: Sequence[str] = ()
         self._service, self._metrics = service, metrics
-        self._queue: deque[Job] = deque()
+        self._queue: FairQueue[Job] = FairQueue()
         self._filled = asyncio.Event()
+        limits = service.server.limits
+        self._per_client = max(limits.items, int(limits.client_share * config.max_queue))
         self._replicas = [Replica(self, number) for number in range(config.num_replicas)]
         self._per_item_s = 0.01
 
@@ -79,8 +93,7 @@ class RewardQueue:
     async def close(self) -> None:
         """Ends every replica. Waiting jobs get the error `unavailable`."""
         await asyncio.gather(*(replica.close() for replica in self._replicas))
-        self.settle(self._queue, STOPS)
-        self._queue.clear()
+        self.settle(self._queue.remove(lambda job: True), STOPS)
 
     @property
     def readiness(self) -> list[bool | str]:
@@ -95,8 +108,14 @@ class RewardQueue:
     def pids(self) -> list[int]:
         return [replica.child.pid for replica in self._replicas if replica.child is not None]
 
-    def has_room(self, count: int) -> bool:
-        return len(self._queue) + count <= self.config.max_queue
+    def __len__(self) -> int:
+        """The number of items that wait."""
+        return len(self._queue)
+
+    def has_room(self, count: int, client: str = "") -> bool:
+        """Returns True if a client may queue `count` more items."""
+        mine = self._queue.count(client) + count
+        return len(self._queue) + count <= self.config.max_queue and mine <= self._per_client
 
     def retry_after_s(self) -> int:
         """Returns the estimated number of seconds until the queue is half empty."""
@@ -104,7 +123,8 @@ class RewardQueue:
         return max(1, min(MAX_RETRY_AFTER_S, math.ceil(len(self._queue) * self._per_item_s / ready / 2)))
 
     def submit(self, jobs: Iterable[Job]) -> None:
-        self._queue.extend(jobs)
+        for job in jobs:
+            self._queue.push(job.client, job)
         self._changed()
 
     def submit_again(self, jobs: Sequence[Job]) -> None:
@@ -115,24 +135,33 @@ class RewardQueue:
         self.settle(
             spent, ItemError("crashed", f"a worker of {self.name!r} died each of {MAX_TRIES} times with this item")
         )
-        self._queue.extendleft(job for job in reversed(jobs) if job not in spent)
+        for job in reversed(jobs):
+            if job not in spent:
+                self._queue.push_first(job.client, job)
         self._changed()
 
     def expire(self, outcomes: Set[asyncio.Future[ItemOutcome]]) -> None:
         """Fails the jobs of these outcomes that no worker has started."""
-        late = [job for job in self._queue if job.outcome in outcomes]
-        self._queue = deque(job for job in self._queue if job.outcome not in outcomes)
+        late = self._queue.remove(lambda job: job.outcome in outcomes)
         self._changed()
         self.settle(late, ItemError("timeout", f"waited {self._service.server.queue_timeout_s:g} s for a worker"))
 
     async def take(self) -> list[Job]:
-        """Returns the next batch. A job that was tried before is a batch of its own."""
+        """Returns the next batch, of at most MAX_BATCH_BYTES unless it has one job.
+
+        A job that was tried before is a batch of its own.
+        """
         while not self._queue:
             self._filled.clear()
             await self._filled.wait()
-        batch = [self._queue.popleft()]
-        while self._queue and len(batch) < self.config.batch_size and not batch[0].tries and not self._queue[0].tries:
-            batch.append(self._queue.popleft())
+        batch = [self._queue.pop()]
+        size = batch[0].size
+        while self._queue and len(batch) < self.config.batch_size and not batch[0].tries:
+            job = self._queue.first()
+            size += job.size
+            if job.tries or size > MAX_BATCH_BYTES:
+                break
+            batch.append(self._queue.pop())
         self._changed()
         return batch
 
@@ -269,12 +298,14 @@ class Replica:
                 raise
             except PeerGone:
                 end = await child.describe_end()
-                log.error("a worker of reward %r %s while it scored %d items", self._reward.name, end, len(batch))
+                ids = [job.row.id for job in batch[:SHOWN_IDS]]
+                log.error("a worker of %r %s while it scored %d items: %r", self._reward.name, end, len(batch), ids)
                 self._reward.submit_again(batch)
                 return "died"
             except TimeoutError:
                 timeout = self._reward.score_timeout_s
-                log.error("reward %r: no scores of %d items in %g s", self._reward.name, len(batch), timeout)
+                ids = [job.row.id for job in batch[:SHOWN_IDS]]
+                log.error("reward %r: no scores of %d items in %g s: %r", self._reward.name, len(batch), timeout, ids)
                 self._reward.settle(
                     batch, ItemError("timeout", f"not scored within {timeout:g} s; the worker was ended")
                 )
@@ -283,6 +314,11 @@ class Replica:
             self._reward.observe(batch, begun)
             for job, outcome in zip(batch, answer.outcomes, strict=True):
                 self._reward.settle_one(job, outcome)
+            limit_mb = self._reward.config.recycle_mb
+            if limit_mb is not None and (held_mb := child.resident_mb()) > limit_mb:
+                name = self._reward.name
+                log.warning("a worker of %r holds %.0f MiB, more than recycle_mb=%g", name, held_mb, limit_mb)
+                return "memory"
 
     async def _next(self, child: Child) -> list[Job] | None:
         """Returns the next batch, or None if the worker ends first."""

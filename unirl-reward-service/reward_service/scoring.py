@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from hashlib import sha256
 
 import msgspec
-from prometheus_client import Gauge
 
 from reward_service.config import ServerConfig
 from reward_service.frames import ItemOutcome, ItemScores, ScorerRow
-from reward_service.media import BadMedia, MediaDecoder
+from reward_service.media import BadMedia, DecoderLost, MediaDecoder, MemoryCharge
 from reward_service.metrics import Metrics
 from reward_service.rewards import Job, RewardQueue
 from unirl.config.errors import did_you_mean
@@ -22,9 +20,8 @@ from unirl.reward.client.wire import (
     RETRYABLE,
     ItemError,
     MediaPayload,
+    ReceivedItem,
     Score,
-    ScoreItem,
-    ScoreRequest,
     ScoreResponse,
     TextAnswer,
 )
@@ -38,45 +35,12 @@ class RequestRefused(ValueError):
         self.status, self.kind, self.detail, self.retry_after_s = status, kind, detail, retry_after_s
 
 
-class MemoryBudget:
-    """The memory that all requests together may hold: their bodies and their decoded files."""
+@dataclass(frozen=True)
+class ReceivedSample:
+    """An item with its digest, `digest_of(item)`."""
 
-    def __init__(self, limit_mb: float, gauge: Gauge) -> None:
-        self.limit_mb, self._gauge = limit_mb, gauge
-        self.used = 0
-
-    @contextmanager
-    def share(self) -> Iterator[MemoryShare]:
-        """Opens the share of one request. Its memory is released at the end of the block."""
-        share = MemoryShare(self)
-        try:
-            yield share
-        finally:
-            self.add(-share.held)
-
-    def add(self, count: int) -> None:
-        self.used += count
-        self._gauge.set(self.used)
-
-
-class MemoryShare:
-    """The memory of one request."""
-
-    def __init__(self, budget: MemoryBudget) -> None:
-        self._budget = budget
-        self.held = 0
-
-    def take(self, count: int) -> None:
-        """Reserves `count` more bytes. Raises RequestRefused: 413 too many for one request, 503 too many at present."""
-        limit_mb = self._budget.limit_mb
-        if self.held + count > limit_mb * 2**20:
-            raise RequestRefused(
-                413, "too_large", f"the decoded request has more than {limit_mb:g} MiB: send fewer items at once"
-            )
-        if self._budget.used + count > limit_mb * 2**20:
-            raise RequestRefused(503, "busy", f"requests with {limit_mb:g} MiB are in progress", 1)
-        self.held += count
-        self._budget.add(count)
+    item: ReceivedItem
+    digest: bytes
 
 
 Key = tuple[str, str]
@@ -94,7 +58,7 @@ class OutcomeCache:
         self._size = size
         self._known: OrderedDict[Key, tuple[bytes, PendingOutcome]] = OrderedDict()
 
-    def lookup(self, reward: str, item: ScoreItem, digest: bytes) -> PendingOutcome | None:
+    def lookup(self, reward: str, item: ReceivedItem, digest: bytes) -> PendingOutcome | None:
         """Returns the outcome for an identical item. Raises RequestRefused when its id was used for another item."""
         known_digest, outcome = self._known.get((reward, item.request_id or ""), (digest, None))
         if known_digest != digest:
@@ -103,7 +67,7 @@ class OutcomeCache:
             )
         return None if outcome is None or (outcome.done() and is_retryable(outcome.result())) else outcome
 
-    def store(self, reward: str, item: ScoreItem, digest: bytes, outcome: PendingOutcome) -> None:
+    def store(self, reward: str, item: ReceivedItem, digest: bytes, outcome: PendingOutcome) -> None:
         """Stores an outcome, and removes the oldest one if there are too many."""
         if item.request_id is not None:
             self._known[reward, item.request_id] = (digest, outcome)
@@ -119,7 +83,7 @@ def is_retryable(outcome: ItemOutcome) -> bool:
 class AcceptedItem:
     """One item of a request in progress."""
 
-    item: ScoreItem
+    item: ReceivedItem
     digest: bytes
     outcomes: dict[str, PendingOutcome]
     """By reward: at first those that the cache has, later those of all rewards."""
@@ -142,23 +106,21 @@ class Scoring:
         self._limits, self._patience_s = server.limits, server.queue_timeout_s
         self._cache = OutcomeCache(server.limits.remembered)
 
-    async def answer(self, request: ScoreRequest, share: MemoryShare) -> ScoreResponse:
+    async def answer(self, samples: Sequence[ReceivedSample], charge: MemoryCharge) -> ScoreResponse:
         """Returns the outcomes of all items. Raises RequestRefused."""
-        self._check(request)
-        digests = await asyncio.to_thread(lambda: [digest_of(item) for item in request.requests])
-        accepted = [self._accept(item, digest) for item, digest in zip(request.requests, digests, strict=True)]
-        self._check_room(Counter(name for pending in accepted for name in pending.open))
+        self._check([sample.item for sample in samples])
+        accepted = [self._accept(sample) for sample in samples]
+        self._check_room(Counter(name for pending in accepted for name in pending.open), charge.client)
         for index, pending in enumerate(accepted):
             if pending.open:
-                compared = any("sources" in self._rewards[name].reads for name in pending.open)
-                pending.row = await self._row(index, pending.item, share, compared=compared)
-        self._queue(accepted)
+                await self._decode(index, pending, charge)
+        self._queue(accepted, charge.client)
         await self._wait({outcome for pending in accepted for outcome in pending.outcomes.values()})
         return response_of(accepted)
 
-    def _check(self, request: ScoreRequest) -> None:
+    def _check(self, items: Sequence[ReceivedItem]) -> None:
         """Raises RequestRefused: 400 an unknown reward, 409 two items with one id, 413 too many items or turns."""
-        items, limits = request.requests, self._limits
+        limits = self._limits
         if len(items) > limits.items:
             raise RequestRefused(413, "too_large", f"{len(items)} requests: at most {limits.items} at once")
         for index, item in enumerate(items):
@@ -173,38 +135,51 @@ class Scoring:
         if twice:
             raise RequestRefused(409, "conflict", f"two items have request_id {twice[0]!r}: each needs its own")
 
-    def _accept(self, item: ScoreItem, digest: bytes) -> AcceptedItem:
+    def _accept(self, sample: ReceivedSample) -> AcceptedItem:
+        item, digest = sample.item, sample.digest
         cached = {name: self._cache.lookup(name, item, digest) for name in item.required_rewards}
         known = {name: outcome for name, outcome in cached.items() if outcome is not None}
         for name in known:
             self._metrics.repeated.labels(name).inc()
         return AcceptedItem(item, digest, known)
 
-    async def _row(self, index: int, item: ScoreItem, share: MemoryShare, *, compared: bool) -> ScorerRow:
+    async def _decode(self, index: int, pending: AcceptedItem, charge: MemoryCharge) -> None:
+        """Sets the row of an item. An item whose media cannot be decoded gets an error as its outcome."""
+        compared = any("sources" in self._rewards[name].reads for name in pending.open)
+        try:
+            pending.row = await self._row(index, pending.item, charge, compared=compared)
+        except BadMedia as error:
+            self._fail(pending, ItemError("invalid", str(error)))
+        except DecoderLost as error:
+            self._fail(pending, ItemError("unavailable", str(error)))
+
+    def _fail(self, pending: AcceptedItem, error: ItemError) -> None:
+        for name in pending.open:
+            outcome = asyncio.get_running_loop().create_future()
+            outcome.set_result(error)
+            pending.outcomes[name] = outcome
+            self._metrics.items.labels(name, error.kind).inc()
+
+    async def _row(self, index: int, item: ReceivedItem, charge: MemoryCharge, *, compared: bool) -> ScorerRow:
         """Returns the item with raw media. The images of earlier turns are decoded only if a reward reads `sources`."""
-        image, video = await self._raw(index, item, len(item.history) - 1, share)
+        image, video = await self._raw(item, len(item.history) - 1, charge)
         before = [turn for turn in range(len(item.history) - 1) if compared and item.history[turn].has_image]
-        images = [(await self._raw(index, item, turn, share))[0] for turn in before]
+        images = [(await self._raw(item, turn, charge))[0] for turn in before]
         sources = [image for image in images if image is not None]
         return ScorerRow(
             item.request_id or f"item {index}", item.prompt, item.text, image, video, item.metadata, sources
         )
 
     async def _raw(
-        self, index: int, item: ScoreItem, turn: int, share: MemoryShare
+        self, item: ReceivedItem, turn: int, charge: MemoryCharge
     ) -> tuple[MediaPayload | None, MediaPayload | None]:
-        """Returns the raw image and video of a turn."""
-        content = item.history[turn]
+        """Returns the raw image and video of a turn. Raises BadMedia, DecoderLost and RequestRefused."""
         try:
-            image, video = await self._decoder.raw(content)
-            for decoded, sent in ((image, content.image), (video, content.video)):
-                if decoded is not None and decoded is not sent:
-                    share.take(len(decoded.data))
+            return await self._decoder.raw(item.history[turn], charge)
         except BadMedia as error:
-            raise RequestRefused(400, "bad_media", f"requests[{index}].history[{turn}]: {error}") from error
-        return image, video
+            raise BadMedia(f"history[{turn}]: {error}") from error
 
-    def _queue(self, accepted: Sequence[AcceptedItem]) -> None:
+    def _queue(self, accepted: Sequence[AcceptedItem], client: str) -> None:
         """Queues every open reward of every item. Queues none of them, with 429, if one queue lacks room."""
         loop = asyncio.get_running_loop()
         new: dict[str, list[tuple[AcceptedItem, Job]]] = {}
@@ -217,20 +192,20 @@ class Scoring:
                 if outcome is None:
                     outcome = loop.create_future()
                     if lacks is None:
-                        new.setdefault(name, []).append((pending, Job(pending.row, outcome)))
+                        new.setdefault(name, []).append((pending, Job(pending.row, outcome, client)))
                     else:
                         outcome.set_result(lacks)
                 pending.outcomes[name] = outcome
-        self._check_room({name: len(jobs) for name, jobs in new.items()})
+        self._check_room({name: len(jobs) for name, jobs in new.items()}, client)
         for name, jobs in new.items():
             self._rewards[name].submit([job for _, job in jobs])
             for pending, job in jobs:
                 self._cache.store(name, pending.item, pending.digest, job.outcome)
 
-    def _check_room(self, counts: Mapping[str, int]) -> None:
+    def _check_room(self, counts: Mapping[str, int], client: str) -> None:
         for name, count in counts.items():
             reward = self._rewards[name]
-            if not reward.has_room(count):
+            if not reward.has_room(count, client):
                 raise RequestRefused(
                     429, "busy", f"the queue of {name!r} has no room for {count} items", reward.retry_after_s()
                 )
@@ -247,7 +222,7 @@ class Scoring:
             await asyncio.wait(late)
 
 
-def digest_of(item: ScoreItem) -> bytes:
+def digest_of(item: ReceivedItem) -> bytes:
     """Returns a digest of the item's content without its id; b"" for an item without an id."""
     if item.request_id is None:
         return b""
@@ -257,7 +232,7 @@ def digest_of(item: ScoreItem) -> bytes:
             digest.update(b"" if medium is None else medium.data)
         bare = [medium and (medium.format, medium.shape, len(medium.data)) for medium in (turn.image, turn.video)]
         digest.update(msgspec.msgpack.encode([bare, turn.text, turn.image_b64, turn.video_b64, turn.video_path]))
-    digest.update(msgspec.msgpack.encode(item.metadata))
+    digest.update(item.metadata)
     return digest.digest()
 
 

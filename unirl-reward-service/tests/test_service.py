@@ -180,8 +180,9 @@ def test_a_video_below_a_root_is_read_and_sent_pictures_are_not_mixed_up(http, m
     item = ScoreItem(history=[Turn(text="a", video_path="clip.mp4")], required_rewards=["odd"])
     assert outcome(score(http, [item])) == 1.0
     absent = ScoreItem(history=[Turn(text="a", video_path="no.mp4")], required_rewards=["odd"])
-    answer = http.post("/score", content=encode(ScoreRequest(requests=[absent])), headers={"content-type": MSGPACK})
-    assert (answer.status_code, answer.json()["kind"]) == (400, "bad_media")
+    response = score(http, [absent, item])
+    assert [outcome(response, place) for place in range(2)] == ["invalid", 1.0]
+    assert "history[0]: video_path names no file" in response.errors[0]["odd"]
 
 
 def test_the_client_scores_and_names_the_item_that_cannot_be_scored(service):

@@ -31,9 +31,10 @@ def run(argv: list[str], session: Session) -> int:
         from unirl.plan.prompts import load_data
 
         load_data(recipe)
+    say_missing_engines(recipe)
     say_crowded(recipe)
     if arguments.options.json:
-        print(json.dumps(recipe.resolved(), indent=1))
+        print(json.dumps(recipe.public(), indent=1))
     else:
         from unirl.plan.credit import credit_of_tracks
         from unirl.plan.placement import plan_of
@@ -45,6 +46,17 @@ def run(argv: list[str], session: Session) -> int:
         for name, reward in credit_of_tracks(recipe, trainer_class(recipe.config).track).items():
             print(f"reward of {name}: {reward}")
     return 0
+
+
+def say_missing_engines(recipe: Recipe) -> None:
+    """Says on stderr if a run would be refused on this machine because the server of an engine is not installed."""
+    from unirl.config.errors import DependencyError
+    from unirl.plan.machine import check_engines
+
+    try:
+        check_engines(recipe)
+    except DependencyError as error:
+        print(f"unirl: a run would be refused here: {error}", file=sys.stderr)
 
 
 def say_crowded(recipe: Recipe) -> None:

@@ -11,8 +11,10 @@ from unirl.config.failures import Session
 from unirl.train.backend import checkpoint
 from unirl.train.backend.checkpoint import Checkpoint, CheckpointStore, existing
 from unirl.train.backend.manifest import read_manifest
+from unirl.train.backend.signing import read_key
 
 EXAMPLES = ("unirl ckpt ls runs/unirl/first", "unirl ckpt verify runs/unirl/first/checkpoints/checkpoint-000050",
+            "unirl ckpt verify runs/unirl/first/checkpoints/checkpoint-000050 --deep --key env:CHECKPOINT_KEY",
             "unirl ckpt prune runs/unirl/first --keep 1 --yes")  # fmt: skip
 
 
@@ -39,11 +41,16 @@ def list_all(argv: Sequence[str]) -> int:
 def verify(argv: Sequence[str]) -> int:
     parser = Parser("ckpt verify", "Compare every file of a checkpoint with its manifest.", EXAMPLES)
     parser.add_argument("checkpoint", metavar="PATH", help="a checkpoint folder")
-    path = existing(parser.parse(argv).checkpoint)
-    wrong = checkpoint.verify(path)
+    parser.option("--deep", action="store_true", help="read every tensor, too: all values are finite, steps agree")
+    parser.option("--key", metavar="SOURCE", help="check the signature: env:NAME, or a file with mode 600")
+    options = parser.parse(argv)
+    path = existing(options.checkpoint)
+    key = None if options.key is None else read_key(options.key, "--key")
+    wrong = checkpoint.reasons_against(path, healthy=options.deep, key=key)
     if wrong:
         raise CheckpointError(f"{path} is damaged or incomplete:" + "".join(f"\n  {line}" for line in wrong))
-    print(f"{path}: valid")
+    checked = [*(["every tensor read"] if options.deep else []), *(["signature valid"] if key else [])]
+    print(f"{path}: {', '.join(['valid', *checked])}")
     return 0
 
 

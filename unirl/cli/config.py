@@ -48,7 +48,7 @@ def show(argv: Sequence[str]) -> int:
         _print_docs(recipe, part)
         return 0
     written = arguments.options.written
-    tree = recipe.composed.resolved() if written else recipe.resolved()
+    tree = recipe.composed.resolved() if written else recipe.public()
     if part is not None:
         print(_yaml(get(tree, part)))
     else:

@@ -262,7 +262,7 @@ def _reward(config: RecipeConfig) -> str:
 
 def _recipe_engines(recipe: Recipe) -> str:
     """Looks for the environments of the engines' servers."""
-    from unirl.trainer.assemble import check_engines
+    from unirl.plan.machine import check_engines
 
     check_engines(recipe)
     return "no environment of a server that it needs is missing"

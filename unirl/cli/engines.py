@@ -18,11 +18,12 @@ EXAMPLES = (
     "unirl engines fake --engine sglang_llm --path toy --port 30000",
     "unirl engines fake --engine sglang_llm --path quickstart --port 0 --fault half-answer",
     "unirl engines fake --engine sglang_llm --path toy --port 30000 -- --enable-deterministic-inference",
+    "unirl engines fake --engine openai --path toy --port 8000 --fault text-only",
     "unirl engines fake --engine sglang --path toy --port 30000 --fault other-sigmas",
     "unirl engines fake --engine vllm_omni --path toy --port 30000 --fault list",
 )
 DTYPES: "Mapping[str, DtypeName]" = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-ENGINES = ("sglang_llm", "sglang", "vllm_omni")
+ENGINES = ("sglang_llm", "openai", "sglang", "vllm_omni")
 
 
 def run(argv: list[str], session: Session) -> int:
@@ -80,6 +81,10 @@ def fake_server(engine: str) -> "Callable[[ServedModel, int, Sequence[str], str 
         from unirl.testing.conformance.vllm_omni import fake_vllm_omni
 
         return fake_vllm_omni
+    if engine == "openai":
+        from unirl.testing.conformance.openai import fake_openai
+
+        return fake_openai
     from unirl.testing.conformance.sglang_llm import fake_sglang
 
     return fake_sglang

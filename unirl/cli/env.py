@@ -10,7 +10,7 @@ from pathlib import Path
 import unirl
 from unirl.cli.arguments import Parser
 from unirl.config.failures import Session
-from unirl.tracking.run_directory import redact
+from unirl.types.secrets import redact
 
 EXAMPLES = ("unirl env", "unirl env --json", "unirl env > report.md")
 

@@ -5,6 +5,7 @@ import json
 from unirl.cli.arguments import Parser, output_folder, split_settings
 from unirl.cli.start import shown_start
 from unirl.config.failures import Session
+from unirl.config.secrets import refuse_masked
 from unirl.tracking.console import evaluation
 from unirl.trainer.assemble import build_trainer
 from unirl.trainer.run_folder import check_weights, quiet_tracker, saved_run
@@ -29,6 +30,7 @@ def run(argv: list[str], session: Session) -> int:
     out = output_folder(options.run, "evaluations", options.out)
     block = {"weights": options.weights} | ({"data_path": options.prompts} if options.prompts else {})
     saved = saved_run(options.run, overrides, {"evaluation": block}, from_start=options.baseline)
+    refuse_masked(saved.recipe.resolved())
     check_weights(saved, options.weights)
     with (
         shown_start(Session(), "evaluating"),

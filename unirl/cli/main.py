@@ -15,10 +15,11 @@ from pathlib import Path
 
 import unirl
 from unirl.cli.start import IMPORTS, SLOW, shown_start
-from unirl.config.errors import ArgumentError, UsageError, did_you_mean
+from unirl.config import plugins, trust
+from unirl.config.errors import ArgumentError, StoppedAtStart, UsageError, did_you_mean
 from unirl.config.failures import Session, failure_of
-from unirl.config.plugins import forget
 from unirl.tracking.streams import say, silence
+from unirl.types.secrets import conceal_environment, redact
 
 COMMANDS: Mapping[str, str] = {
     "quickstart": "train the small built-in model on a CPU, and show that its rewards rise",
@@ -68,7 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_command(body: Callable[[list[str], Session], int], argv: Sequence[str]) -> int:
     """Runs `body(argv, session)`. Only here does an exception become a message and an exit status."""
     session = Session(argv=tuple(argv))
-    forget()
+    plugins.forget()
+    trust.forget()
+    conceal_environment(os.environ)
     try:
         return body([word for word in argv if word != "--debug"], session)
     except SystemExit as left:
@@ -81,11 +84,11 @@ def run_command(body: Callable[[list[str], Session], int], argv: Sequence[str]) 
         # The reader of our output ended (`unirl recipes | head`). Python must not complain about it at shutdown.
         silence(sys.stdout)
         return 141
-    except (Exception, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt, StoppedAtStart) as error:
         # A broad except is right here: a user must never see a traceback without --debug.
         failure = failure_of(error)
         if session.debug:
-            traceback.print_exc()
+            say(traceback.format_exc())
         crash = _save_crash(error, session) if failure.is_bug else None
         say(failure.message + (f"\n  The traceback is in {crash}" if crash else ""))
         return failure.status
@@ -99,7 +102,7 @@ def _save_crash(error: BaseException, session: Session) -> Path | None:
         try:
             if folder is not None:
                 # Arguments that the locale cannot decode are surrogates, which UTF-8 cannot encode.
-                (folder / name).write_text(text, encoding="utf-8", errors="backslashreplace")
+                (folder / name).write_text(redact(text), encoding="utf-8", errors="backslashreplace")
                 return folder / name
         except OSError:
             continue  # The folder is not writable or full: try the next one.

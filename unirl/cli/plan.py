@@ -345,7 +345,7 @@ def _step_seconds(recipe: Recipe, root: Path) -> list[float]:
     resolved, metrics = root / "config" / "resolved.yaml", root / "metrics.jsonl"
     if not (resolved.is_file() and metrics.is_file()):
         return []
-    if changed_keys(yaml.safe_load(resolved.read_text()), recipe.resolved()):
+    if changed_keys(yaml.safe_load(resolved.read_text()), recipe.public()):
         return []
     return [row["time/step"] for row in read_rows(metrics) if "time/step" in row]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from unirl.cli.arguments import parse_recipe, recipe_parser
 from unirl.cli.check import checked
 from unirl.cli.export import export
+from unirl.cli.signals import stoppable_start
 from unirl.cli.start import shown_start
 from unirl.cli.train import train
 from unirl.config.errors import NoImprovementError
@@ -32,7 +33,8 @@ def run(argv: list[str], session: Session) -> int:
     parser.usage = "unirl quickstart [DOMAIN or RECIPE] [key=value ...]"
     arguments = parse_recipe(parser, argv, default=RECIPE)
     recipe = recipe_of(arguments.recipe)
-    train(replace(arguments, recipe=recipe), session)
+    with stoppable_start(session):
+        train(replace(arguments, recipe=recipe), session)
     assert session.run_dir is not None
     scores = read_scores(session.run_dir)
     with shown_start(Session(), "exporting"):

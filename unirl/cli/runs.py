@@ -16,7 +16,8 @@ from unirl.cli.arguments import Parser
 from unirl.config.errors import NotFoundError
 from unirl.config.failures import Session
 from unirl.tracking.console import duration
-from unirl.tracking.run_directory import REMARKS, RunDirectoryError, read_record, status_of
+from unirl.tracking.owner import RunDirectoryError
+from unirl.tracking.run_directory import REMARKS, read_record, status_of
 from unirl.tracking.tables import Row, first_and_last
 
 EXAMPLES = ("unirl runs", "unirl runs runs/unirl", "unirl runs /data/runs --json")

@@ -186,6 +186,10 @@ class WorkerError(UniRLError, code=10001, exit_status=10):
     """A worker was lost."""
 
 
+class LostWorkerError(WorkerError):
+    """The process of a worker, or its machine, is gone. A run may start again (`restarts`)."""
+
+
 class RendezvousError(WorkerError, code=10003):
     """Ranks could not find each other or connect."""
 
@@ -216,6 +220,13 @@ class SamplingMismatchError(EngineError, code=10006):
 
 class Preempted(UniRLError, code=75, exit_status=75):
     """Stopped early with a checkpoint saved: please requeue."""
+
+
+class StoppedAtStart(BaseException):
+    """A stop signal came while no step ran. As with KeyboardInterrupt, no library takes it for an error of its own."""
+
+    def __init__(self, signal: str) -> None:
+        super().__init__(f"{signal}: stopped while no step was running. Nothing is lost: start the same command again")
 
 
 class Interrupted(UniRLError, code=130, exit_status=130):

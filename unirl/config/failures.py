@@ -8,14 +8,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from unirl.config.errors import PluginError, UniRLError, report
+from unirl.config.errors import PluginError, Preempted, StoppedAtStart, UniRLError, report
 from unirl.config.plugins import explained, summary, suspects
 
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 """The errors of a folder or file that this process may not write or read as it tries to."""
 OUT_OF_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 """The text of a failed allocation on the CPU, for which torch raises a plain RuntimeError."""
+
+
+@dataclass(frozen=True)
+class Restart:
+    """A restart of a run by itself."""
+
+    number: int
+    """The number of restarts within the window of time, with this one."""
+    allowed: int
+    error: str
+    """The error that ended the attempt before."""
 
 
 @dataclass
@@ -24,8 +35,12 @@ class Session:
 
     argv: tuple[str, ...] = ()
     run_dir: Path | None = None
+    restart: Restart | None = None
+    """The last restart of the run."""
     has_started: threading.Event = field(default_factory=threading.Event)
     """Set when the run prints its banner, or ends before."""
+    grace_s: float = 30.0
+    """Seconds after a stop signal by which the process ends. Before a run begins there is nothing to save."""
     on_start: Callable[[], None] = lambda: None
     """Waits until nothing else prints."""
 
@@ -55,6 +70,8 @@ def failure_of(error: BaseException) -> ExitReport:
             return ExitReport(f"unirl: {error}", status)
         case UniRLError(exit_status=status):
             return ExitReport(report(error), status)
+        case StoppedAtStart():
+            return ExitReport(f"unirl: {error}", Preempted.exit_status)
         case KeyboardInterrupt():
             return ExitReport("unirl: interrupted", 130)
         case _ if is_full_disk(error):

@@ -5,11 +5,12 @@ This module loads neither torch nor transformers.
 
 from __future__ import annotations
 
+import ssl
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from unirl.config.errors import ConfigError
 
@@ -23,6 +24,11 @@ MAX_PAUSE_S: Final = 10.0
 """Longest pause between two attempts, in seconds."""
 MAX_BODY_BYTES: Final = 64 * 2**20
 """Largest response body that is read, in bytes."""
+
+
+PIECE_BYTES: Final = 2**18
+Content = bytes | Sequence[bytes | memoryview]
+"""The body of a request: all bytes, or parts of it. A memoryview has single bytes."""
 
 
 class RequestFailed(Exception):
@@ -72,8 +78,16 @@ class HttpClient:
         token: str | None,
         timeout_s: float,
         connections: int,
+        ca_file: str | None = None,
         transport: httpx2.BaseTransport | None = None,
     ) -> None:
+        """
+        Args:
+            ca_file: a PEM file with the certificates that are trusted instead of those of the system.
+
+        Raises:
+            ConfigError: `ca_file` cannot be read or has no certificate.
+        """
         import httpx2
 
         self._http = httpx2.Client(
@@ -85,7 +99,7 @@ class HttpClient:
             trust_env=False,
             follow_redirects=False,
             # Loading the root certificates takes time, and plain HTTP does not need them.
-            verify=base_url.startswith("https"),
+            verify=trusted(ca_file) if base_url.startswith("https") else False,
         )
         self.close = weakref.finalize(self, self._http.close)
 
@@ -94,17 +108,25 @@ class HttpClient:
         method: str,
         path: str,
         *,
-        content: bytes | None = None,
+        content: Content | None = None,
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> Reply:
-        """Returns the response to one attempt. Raises RequestFailed when there is none, or it is too large."""
+        """Returns the response to one attempt. Raises RequestFailed when there is none, or it is too large.
+
+        Args:
+            content: the body. The parts of a sequence are sent one after another, without joining them in memory.
+        """
         import httpx2
 
+        parts: Any = content
+        if content is not None and not isinstance(content, bytes):
+            headers = {**(headers or {}), "Content-Length": str(sum(map(len, content)))}
+            parts = pieces(content)
         timeout = httpx2.USE_CLIENT_DEFAULT if timeout_s is None else timeout_s
         body = bytearray()
         try:
-            with self._http.stream(method, path, content=content, headers=headers, timeout=timeout) as response:
+            with self._http.stream(method, path, content=parts, headers=headers, timeout=timeout) as response:
                 for piece in response.iter_bytes():
                     body += piece
                     if len(body) > MAX_BODY_BYTES:
@@ -117,6 +139,23 @@ class HttpClient:
             raise RequestFailed(f"the body cannot be decompressed: {error}") from error
         content_type = response.headers.get("content-type", "").partition(";")[0]
         return Reply(response.status_code, bytes(body), content_type, response.headers.get("retry-after", ""))
+
+
+def trusted(ca_file: str | None) -> ssl.SSLContext | bool:
+    """Returns the certificates that are trusted: those in a PEM file, or True for those of the system."""
+    if ca_file is None:
+        return True
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(f"ca_file={ca_file!r} has no certificate that can be read: {error}") from error
+
+
+def pieces(parts: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
+    """The bytes of all parts in pieces that fit in the cache of a processor, since the client copies each of them."""
+    for part in parts:
+        for start in range(0, len(part), PIECE_BYTES):
+            yield memoryview(part)[start : start + PIECE_BYTES]
 
 
 def read_token(token_file: str | None) -> str | None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from omegaconf import OmegaConf
 
@@ -27,10 +28,13 @@ from unirl.config.recipe import (
 )
 from unirl.config.recipe_files import RecipeFile, search_path
 from unirl.config.schema import Schema, schema_of
+from unirl.config.secrets import public, reference, secret_keys, secret_values
 from unirl.config.targets import check_plugins, find_target
 from unirl.config.toy import toy_layer
+from unirl.config.trust import trusted
 from unirl.config.values import ReadContext, read
 from unirl.types.credit import CreditName
+from unirl.types.secrets import conceal
 
 ELSEWHERE = 0.8
 """Smallest similarity at which a key of another block is suggested for an unknown key."""
@@ -88,9 +92,23 @@ class Recipe:
         """Every key, with defaults filled in."""
         return self.root.resolved()
 
+    def public(self) -> Tree:
+        """Every key, with defaults filled in, as it may be written: secrets are variables, or masked."""
+        return cast(Tree, public(self.resolved(), self.composed.tree, secret_keys(self.root)))
+
     def resolved_text(self) -> str:
         """The content of config/resolved.yaml."""
-        return OmegaConf.to_yaml(OmegaConf.create(self.resolved()))
+        return OmegaConf.to_yaml(OmegaConf.create(self.public()))
+
+    def written_text(self) -> str:
+        """The content of config/recipe.yaml: the keys that the recipe and its overrides write."""
+        tree = public(self.composed.resolved(), self.composed.tree, secret_keys(self.root))
+        return OmegaConf.to_yaml(OmegaConf.create(cast(Tree, tree)))
+
+    def shown_overrides(self) -> list[str]:
+        """The settings of the command line, with a variable in place of a secret that was typed."""
+        typed = secret_keys(self.root)
+        return [reference(setting, typed) for setting in self.composed.overrides]
 
     def value(self, path: str) -> object:
         """The value of a key, or its default. Raises ConfigError (2003) for a key that does not exist."""
@@ -114,7 +132,9 @@ def load(recipe: str, overrides: Sequence[str] = (), search: tuple[Path, ...] | 
 def check(composed: ComposedConfig) -> Recipe:
     """Checks a composed recipe against the classes that it names, after applying scale=toy if it says so."""
     tree = composed.resolved()
-    plugins = _plugins(tree, composed)
+    for value in secret_values(tree, composed.tree, set()):
+        conceal(value)
+    plugins = _plugins(composed)
     composed = replace(composed, layers=tuple(_used(layer, tree, plugins) for layer in composed.layers))
     refuse_layout_keys(tree)
     if get(tree, "scale") == "toy":
@@ -223,10 +243,23 @@ def data_layer(tree: Tree, recipe: Path) -> ConfigLayer:
     return ConfigLayer("found beside the recipe", paths)
 
 
-def _plugins(tree: Tree, composed: ComposedConfig) -> tuple[str, ...]:
+def needed_plugins(composed: ComposedConfig) -> tuple[str, ...]:
+    """The packages that the files of a recipe name. Naming them does not allow them."""
+    return tuple(name for layer in composed.layers[:-1] for name in _plugins_of(layer, composed))
+
+
+def _plugins(composed: ComposedConfig) -> tuple[str, ...]:
+    """The packages that the recipe may use. Nothing of them is imported here."""
+    typed, needed = _plugins_of(composed.layers[-1], composed), needed_plugins(composed)
+    where = next((layer.place("plugins") for layer in reversed(composed.layers[:-1]) if "plugins" in layer.tree), "")
+    allowed = trusted(typed, needed, f" ({where})" if where else "")
+    check_plugins(tuple(dict.fromkeys((*typed, *needed))))
+    return allowed
+
+
+def _plugins_of(layer: ConfigLayer, composed: ComposedConfig) -> tuple[str, ...]:
     context = ReadContext("plugins", composed.where, (), lambda value, expected, context: value)
-    plugins: tuple[str, ...] = read(tree.get("plugins", []), tuple[str, ...], context)
-    check_plugins(plugins)
+    plugins: tuple[str, ...] = read(layer.tree.get("plugins", []), tuple[str, ...], context)
     return plugins
 
 

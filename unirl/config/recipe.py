@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from unirl.config.errors import did_you_mean
 from unirl.config.node import Node
+from unirl.config.saving import CheckpointConfig, RestartConfig
 from unirl.types.credit import CreditName
 
 Where = str | int | tuple[int, ...]
@@ -74,6 +75,9 @@ class RunConfig:
     """Name of the run; absent = made from time and recipe."""
     dir: str | None = None
     """The run directory; absent = runs/<project>/<name>."""
+    stop_grace_s: Annotated[float, Meta(gt=0), Meta(le=1e6)] = 1800.0
+    """Seconds after a stop signal by which the run ends. It finishes its step and saves; if that takes longer, it ends
+    without. Set it to less than the time that a scheduler leaves between its signal and SIGKILL."""
 
     def __post_init__(self) -> None:
         if self.dir is not None and not self.dir.strip():
@@ -172,6 +176,8 @@ class RunSettings:
     evaluation: EvaluationConfig = EvaluationConfig()
     run: RunConfig = RunConfig()
     tracking: TrackingConfig = TrackingConfig()
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    restarts: RestartConfig = field(default_factory=RestartConfig)
 
     batch_size: Positive
     """Prompts per step, P. A step generates P x sampling.samples_per_prompt samples."""
@@ -206,11 +212,12 @@ class RunSettings:
     keep_checkpoints: NonNegative = 3
     """The newest checkpoints to keep, counted after a new one is published; 0 = keep all."""
     resume: str = "auto"
-    """auto = continue the run of the run directory, or start it; latest; none; or the path of a checkpoint."""
+    """auto = continue the run of the run directory, or start it; latest; none; or the path or URL of a checkpoint."""
     scale: Literal["full", "toy"] = "full"
     """toy = the same recipe with small values, which runs on a CPU in seconds."""
     plugins: tuple[str, ...] = ()
-    """Packages other than unirl whose classes a `_target_` may name."""
+    """Packages other than unirl whose classes a `_target_` may name. A file says what it needs; only the command line,
+    UNIRL_PLUGINS or ~/.config/unirl/plugins allows it."""
 
     @property
     def runtime_in_use(self) -> Literal["local", "ray"]:

@@ -21,8 +21,10 @@ LIKELY = 0.6
 DOMAIN_OF = {"diffusion": "diffusion", "vlm": "vlm", "llm": "vlm", "pe": "pe", "unified_model": "unified_model"}
 """Folder of recipes to the domain whose entrypoint, `python -m unirl.train_<domain>`, trains them."""
 
-SAME_RECIPE = {"qwen3_ar_drpo_4b_base_dpao_sglang": "llm/qwen3_ar_drpo_4b_base_dapo_sglang"}
-"""Recipe name of the reference system to the recipe that does the same here."""
+DRPO_SGLANG = "qwen3_ar_drpo_4b_base_dapo_sglang", "qwen3_ar_drpo_4b_base_dpao_sglang"
+"""The name by the data set, DAPO, and the published name, which this recipe has here."""
+SAME_RECIPE = {one: f"llm/{other}" for one, other in (DRPO_SGLANG, DRPO_SGLANG[::-1])}
+"""Another name of a recipe to the recipe."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ import msgspec
 
 from unirl.config.errors import BlockValueError, ConfigError, InvalidValueError, did_you_mean
 from unirl.config.merge import join
+from unirl.types.secrets import SecretMark, conceal
 
 SCALARS: Mapping[object, str] = {
     bool: "true or false",
@@ -110,6 +111,8 @@ def _kind(value: object) -> str:
 
 def _read_scalar(value: object, annotation: object, context: ReadContext) -> object:
     kind = _without_ranges(annotation)
+    if any(isinstance(about, SecretMark) for about in get_args(annotation)):
+        conceal(str(value))  # before an error may quote it
     wanted = SCALARS.get(kind) or f"one of {', '.join(map(str, get_args(kind)))}"
     try:
         result = msgspec.convert(value, kind)

@@ -11,11 +11,10 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from PIL import Image, ImageFile, ImageOps, JpegImagePlugin, PngImagePlugin, UnidentifiedImageError, WebPImagePlugin
 
-from unirl.media.files import UnreadableMedia
+from unirl.media.files import ImageLimits, UnreadableMedia
 
 READERS = {"PNG": PngImagePlugin, "JPEG": JpegImagePlugin, "WEBP": WebPImagePlugin}
 """The only formats that are read. They are imported here, so that the first image does not take longer than others."""
@@ -30,27 +29,6 @@ PLAIN_SCANS = 64
 """A progressive JPEG file usually has 10 scans. Each takes as long as an image, and a few bytes are enough for one."""
 BYTES_PER_PIXEL = 12
 """Largest memory of decoding: three images of 4 bytes per pixel, which are that of the file and two conversions."""
-
-
-@dataclass(frozen=True)
-class ImageLimits:
-    """The limits of an image, which its header is compared with before its pixels are decoded."""
-
-    pixels: int
-    side: int | None = None
-    """Largest side in pixels; None for no limit."""
-    aspect: float | None = None
-    """Largest ratio of the sides; None for no limit."""
-
-    def check(self, width: int, height: int) -> None:
-        """Raises UnreadableMedia for an image of another size."""
-        size = f"it has {width} x {height} pixels"
-        if width * height > self.pixels:
-            raise UnreadableMedia(f"{size}: at most {self.pixels:,} are decoded. Scale it down")
-        if self.side is not None and max(width, height) > self.side:
-            raise UnreadableMedia(f"{size}: at most {self.side} along a side are decoded. Scale it down")
-        if self.aspect is not None and max(width, height) > self.aspect * min(width, height):
-            raise UnreadableMedia(f"{size}: one side may be at most {self.aspect:g} times the other. Crop it")
 
 
 @contextmanager

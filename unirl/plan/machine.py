@@ -11,6 +11,7 @@ from unirl.config.device_sets import DeviceSet
 from unirl.config.errors import MemoryShortageError, ResourceError, UnsupportedEnvironmentError
 from unirl.config.recipe import RecipeConfig
 from unirl.plan.placement import plan_of
+from unirl.rollout.engine.serving.engine import ServingEngine
 from unirl.types.device import (
     VISIBLE,
     DeviceKind,
@@ -23,6 +24,7 @@ from unirl.types.device import (
 )
 
 if TYPE_CHECKING:
+    from unirl.config.load import Recipe
     from unirl.plan.sizes import RecipeSizes, RunSizes
 
 CERTAIN = 1.1
@@ -68,6 +70,17 @@ def is_elsewhere(config: RecipeConfig) -> bool:
 def scores_elsewhere(config: RecipeConfig) -> bool:
     """True for a run on several machines, whose reward may be on another one than the driver."""
     return config.devices_per_node not in (None, config.num_devices)
+
+
+def check_engines(recipe: Recipe) -> None:
+    """Refuse a run whose servers cannot be started here. Raises DependencyError (3001).
+
+    With a cluster, only its nodes can tell.
+    """
+    for policy in recipe.policies.values():
+        engine = policy.rollout.schema.owner
+        if issubclass(engine, ServingEngine) and not is_elsewhere(policy):
+            engine.check_start(policy.rollout.values)
 
 
 def hidden_devices(config: RecipeConfig) -> str | None:

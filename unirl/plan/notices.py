@@ -17,6 +17,8 @@ HIGH_RATE = 0.1
 """A learning rate of AdamW from which on a run gets a notice: each update moves every weight by about so much."""
 HIGH_CLIP_RANGE = 0.05
 """A clip range of denoising steps from which on a run gets a notice; 0.2 is usual for tokens."""
+NAMED_ENGINES = {"vllmomni": ("vllm_omni", "vLLM-Omni"), "sglang": ("sglang", "SGLang")}
+"""Word in the names of recipes to the package of an engine, and the name of its server."""
 
 
 def environment_notices(recipe: Recipe) -> Iterator[str]:
@@ -40,6 +42,17 @@ def data_notices(recipe: Recipe) -> Iterator[str]:
             f"{trained.value}: set evaluation.data_path to held-out prompts of yours, or evaluation.data_path=null to "
             "score the prompts of training"
         )
+
+
+def engine_notices(recipe: Recipe) -> Iterator[str]:
+    """A recipe that is named after an engine of a server, and samples with another one."""
+    for word, (package, label) in NAMED_ENGINES.items():
+        owners = [policy.rollout.schema.owner for policy in recipe.policies.values()]
+        if word in recipe.file.name.split("_") and not any(package in owner.__module__ for owner in owners):
+            yield (
+                f"this recipe samples with {owners[0].__name__}, in place of {label}, after which it is named: "
+                "docs/engines.md says what that engine samples"
+            )
 
 
 def policy_notices(config: RecipeConfig, plan: PlacementPlan, geometry: Geometry, needs: Needs) -> Iterator[str]:

@@ -42,9 +42,9 @@ from unirl.plan.compatibility import check_compatibility
 from unirl.plan.credit import check_credit, check_rewards, credit_notices
 from unirl.plan.geometry import Geometry, check_geometry, geometry_of
 from unirl.plan.layout import check_layout
-from unirl.plan.notices import data_notices, environment_notices, policy_notices
+from unirl.plan.notices import data_notices, engine_notices, environment_notices, policy_notices
 from unirl.plan.placement import PlacementPlan, plan_of
-from unirl.rollout.engine.base import RolloutEngine
+from unirl.rollout.engine.base import EngineUse, RolloutEngine
 from unirl.rollout.engine.composed.engine import ComposedRolloutEngine, check_texts
 from unirl.tracking.streams import say
 from unirl.train.backend.base import TrainBackend
@@ -90,6 +90,19 @@ class StartsServer(Protocol):
 
     def check_settings(self, sampling: Sampling, settings: Mapping[str, object]) -> None:
         """Raises a ConfigError that names the key. A method of the class.
+
+        Args:
+            settings: the block `rollout`, with its defaults.
+        """
+        ...
+
+
+@runtime_checkable
+class UsesServers(Protocol):
+    """An engine class that can refuse what a recipe asks of its servers, without being built."""
+
+    def check_use(self, settings: Mapping[str, object], use: EngineUse) -> None:
+        """Raises IncompatibleError, naming the key. A method of the class.
 
         Args:
             settings: the block `rollout`, with its defaults.
@@ -152,7 +165,7 @@ def preflight(recipe: Recipe) -> Preflight:
             geometry = geometry_of(policy, plan, needs)
             check_geometry(geometry)
             check_compatibility(policy, needs, plan)
-            check_server(policy)
+            check_server(policy, plan)
             check_model(policy, recipe.model_variable(name))
             check_sampling(policy, needs)
             texts += [said_of_policy(text, name, policy) for text in policy_notices(policy, plan, geometry, needs)]
@@ -163,6 +176,7 @@ def preflight(recipe: Recipe) -> Preflight:
     check_data(config)
     texts += credit_notices(recipe)
     texts += environment_notices(recipe)
+    texts += engine_notices(recipe)
     texts += data_notices(recipe)
     texts = list(dict.fromkeys(texts))  # one about a shared setting comes from every policy
     return Preflight(geometry_of(config, plan_of(config), needs_of(config)), plan_of(config), tuple(texts))
@@ -389,11 +403,22 @@ def check_evaluation(recipe: Recipe) -> None:
             )
 
 
-def check_server(config: RecipeConfig) -> None:
-    """The settings of an engine's server must lie in their ranges, and it must have those of sampling."""
+def check_server(config: RecipeConfig, plan: PlacementPlan) -> None:
+    """The settings of an engine's server must lie in their ranges, and it must have those of sampling and training."""
     engine = config.rollout.schema.owner
     if isinstance(engine, StartsServer):
         engine.check_settings(build(config.sampling), config.rollout.values)
+    if isinstance(engine, UsesServers):
+        sends_adapters = config.lora is not None and not config.merges_adapters
+        alpha = config.lora.require("alpha", float) if config.lora is not None and sends_adapters else None
+        use = EngineUse(len(plan.rollout), alpha, config.model_path, num_weights_of(config))
+        engine.check_use(config.rollout.values, use)
+
+
+def num_weights_of(config: RecipeConfig) -> int:
+    """The number of different weights from which a run samples: those of the steps, and of evaluations after them."""
+    published = -(-config.num_rollouts // config.weight_sync_interval)
+    return published + (1 if config.evaluation.eval_steps else 0)
 
 
 def check_model(config: RecipeConfig, variable: str | None) -> None:

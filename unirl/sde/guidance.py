@@ -71,6 +71,10 @@ class Guidance:
         """The same kind without the unconditional branch."""
         return replace(self, scale=1.0)
 
+    def scale_at(self, sigma: float) -> float:
+        """The scale at a noise level; 1 = no guidance there."""
+        return self.scale
+
     def combine(
         self, uncond: Float[Tensor, "B *latent"], cond: Float[Tensor, "B *latent"], sigma: Float[Tensor, "B"]
     ) -> Float[Tensor, "B *latent"]:
@@ -190,6 +194,10 @@ class RenormGuidance(Guidance):
         has_guidance = ((sigma > low) & (sigma <= high)).view(-1, 1, 1, 1)
         return torch.where(has_guidance, guided * factor, cond)
 
+    def scale_at(self, sigma: float) -> float:
+        low, high = self.interval
+        return self.scale if low < sigma <= high else 1.0
+
     def norms(self, v: Float[Tensor, "B C H W"]) -> Float[Tensor, "B 1 _ _"]:
         """The norms that are compared, in a shape that broadcasts over `v`."""
         if self.renorm != "global":
@@ -236,6 +244,9 @@ class ExpertGuidance(Guidance):
 
     def off(self) -> Guidance:
         return replace(self, scale=1.0, scale_2=1.0)
+
+    def scale_at(self, sigma: float) -> float:
+        return self.scale if sigma >= self.boundary else self.scale_2
 
     def combine(
         self, uncond: Float[Tensor, "B *latent"], cond: Float[Tensor, "B *latent"], sigma: Float[Tensor, "B"]

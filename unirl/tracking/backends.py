@@ -33,7 +33,7 @@ class WandbMirror:
             dir=str(about.root),
             config=dict(about.config),
             mode="offline" if about.offline else None,
-            settings=wandb.Settings(silent=True, console="off"),
+            settings=wandb.Settings(silent=True, console="off", x_disable_meta=True),
         )
         # W&B's own step can only grow; ours goes back when a run resumes from an earlier checkpoint.
         self._run.define_metric("step")

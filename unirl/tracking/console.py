@@ -26,6 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from unirl.tracking.streams import LosableStream
+from unirl.types.secrets import redact
 
 MAX_COLUMNS = 240
 """Columns of the log file, and of an output that no terminal shows."""
@@ -427,7 +428,7 @@ class Console:
 
     def _text(self, text: str, style: str = "") -> Text:
         """The text without control characters, and without characters that the stream cannot show."""
-        return Text(printable(text).translate(self._substitutes), style=style)
+        return Text(printable(redact(text)).translate(self._substitutes), style=style)
 
 
 def _has_unicode(encoding: str | None) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Protocol
 
-from unirl.tracking.run_directory import redacted
+from unirl.types.secrets import redacted
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,13 +1,11 @@
 """The run directory: paths of the files of a run, the record of who writes it, and how it ended.
 
-<root>/  run.json  heartbeat  env.json  config/{recipe,resolved}.yaml  logs/  events.jsonl
+<root>/  run.json  heartbeat  writers/  env.json  config/{recipe,resolved}.yaml  logs/  events.jsonl
          metrics.jsonl  metrics.csv  eval_metrics.csv  ledger.jsonl  samples/  eval/  checkpoints/
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import platform
@@ -17,29 +15,32 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from dataclasses import dataclass
+from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import unirl
+from unirl.tracking.owner import (
+    STALLED_AFTER_S,
+    Fence,
+    Ownership,
+    RunDirectoryError,
+    is_locked,
+    now,
+    process_exists,
+)
 from unirl.tracking.tables import Row, replace_text
+from unirl.types.secrets import redact, redacted
 
 SCHEMA_VERSION = 1
-HEARTBEAT_S = 5.0
-STALLED_AFTER_S = 60.0
 REMARKS: Mapping[str, str] = {"toy": "toy scale: random weights, rewards mean nothing"}
 """What every page about a run says, by the scale of the run."""
 STEP_FOLDER = re.compile(r"step-(\d+)")
 NAME = re.compile(r"[\w][\w.+-]*")
 RECORDED_PACKAGES = ("torch", "numpy", "diffusers", "transformers", "peft", "safetensors")
-
-
-class RunDirectoryError(ValueError):
-    """The run directory cannot be used: bad name or place, or another process writes to it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,34 +67,6 @@ class RunStatus:
     reason: str = ""
 
 
-@dataclass
-class HeartbeatFile:
-    """Holds the lock of a file for the life of the process, and updates its time every few seconds."""
-
-    path: Path
-    _stop: threading.Event = field(default_factory=threading.Event)
-    _descriptor: int = -1
-
-    def start(self) -> None:
-        self._descriptor = os.open(self.path, os.O_CREAT | os.O_RDWR, 0o644)
-        _lock(self._descriptor)
-        os.utime(self.path)
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
-
-    def stop(self) -> None:
-        self._stop.set()
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def _beat(self) -> None:
-        while not self._stop.wait(HEARTBEAT_S):
-            try:
-                os.utime(self.path)
-            except OSError:
-                return  # the folder was removed; the next write of a metric fails with a clear error
-
-
 class RunDirectory:
     """The folder of one run, opened for writing by this process."""
 
@@ -101,18 +74,26 @@ class RunDirectory:
         """Creates the folder, or continues the run in it."""
         self.root = Path(root)
         self.identity = identity
-        self._heartbeat = HeartbeatFile(self.root / "heartbeat")
         try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._owner = Ownership.take(self.root)  # nothing else is written before
             for folder in ("config", "logs", "samples", "eval", "checkpoints"):
-                (self.root / folder).mkdir(parents=True, exist_ok=True)
+                (self.root / folder).mkdir(exist_ok=True)
         except OSError as error:
             raise RunDirectoryError(
                 f"run.dir={self.root} cannot be created: {error.strerror} ({error.filename}). Set run.dir or "
                 "OUTPUT_DIR to a writable folder"
             ) from error
-        self._refuse_second_writer()
-        self._heartbeat.start()
-        self._write_start()
+        try:
+            self._write_start()
+        except BaseException:
+            self._owner.release()
+            raise
+
+    @property
+    def fence(self) -> Fence:
+        """The number under which this process writes. `fence.check()` comes before everything that is published."""
+        return self._owner.fence
 
     @property
     def checkpoints(self) -> Path:
@@ -129,11 +110,13 @@ class RunDirectory:
 
     def write_config(self, recipe: str, resolved: str) -> None:
         """Writes the recipe as it was given, and all keys with their final values, both as YAML."""
+        self.fence.check()
         replace_text(self.root / "config" / "recipe.yaml", redact(recipe))
         replace_text(self.root / "config" / "resolved.yaml", redact(resolved))
 
     def fresh_step_folder(self, kind: str, step: int) -> Path:
         """Creates an empty `samples/step-000010` or `eval/step-000010`."""
+        self.fence.check()
         folder = self.root / kind / f"step-{step:06d}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -141,6 +124,7 @@ class RunDirectory:
 
     def cut_step_folders(self, step: int) -> None:
         """Removes sample and evaluation folders of steps after `step`."""
+        self.fence.check()
         for kind in ("samples", "eval"):
             for folder in (self.root / kind).iterdir():
                 match = STEP_FOLDER.fullmatch(folder.name)
@@ -149,24 +133,20 @@ class RunDirectory:
 
     def note(self, **entries: object) -> None:
         """Adds entries to run.json, such as a mirror's address."""
+        self.fence.check()
         _write_json(self.root / "run.json", read_record(self.root) | entries)
 
     def close(self, code: int, reason: str = "") -> None:
-        """Records how the run ended and stops the heartbeat."""
-        self.note(exit={"code": code, "reason": redact(reason), "time": now()})
-        self._heartbeat.stop()
-
-    def _refuse_second_writer(self) -> None:
-        if status_of(self.root).state in ("running", "stalled"):
-            session = read_record(self.root)["sessions"][-1]
-            raise RunDirectoryError(
-                f"run.dir={self.root} is being written by process {session['pid']} on {session['host']}. "
-                "Wait for it, stop it, or choose another run.dir or run.name"
-            )
+        """Records how the run ended and gives the folder up. A process that lost the folder records nothing there."""
+        try:
+            self.note(exit={"code": code, "reason": redact(reason), "time": now()})
+        finally:
+            self._owner.release()
 
     def _write_start(self) -> None:
         argv = [redact(word) for word in self.identity.argv]
         session = {"started": now(), "pid": os.getpid(), "host": socket.gethostname(), "argv": argv}
+        session |= {"writer": self.fence.number}
         try:
             record = read_record(self.root)
         except RunDirectoryError:
@@ -174,10 +154,10 @@ class RunDirectory:
             known = {key: value for key, value in vars(self.identity).items() if key != "argv"}
             record = {"schema_version": SCHEMA_VERSION} | made | known
         record |= {"exit": None, "sessions": [*record["sessions"], session], "versions": _versions(), "git": _git()}
-        _write_json(self.root / "run.json", record)
         machine = {"platform": platform.platform(), "cpus": os.cpu_count(), "python": sys.executable}
         environment = {"variables": allowed_environment(os.environ), "machine": machine, "versions": _versions()}
         _write_json(self.root / "env.json", environment)
+        _write_json(self.root / "run.json", record)  # last: from here on the caller records how the run ended
 
 
 def remark_of(root: Path) -> str:
@@ -238,51 +218,15 @@ def status_of(root: str | Path) -> RunStatus:
     return RunStatus("stalled" if silent > STALLED_AFTER_S else "running")
 
 
-def now() -> str:
-    """The current time for records (UTC, ISO 8601)."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
 def _is_alive(heartbeat: Path, session: Row) -> bool:
     """Returns True if the last writer is alive. On other hosts only the age of the file shows it."""
     if session["host"] == socket.gethostname():
-        return _process_exists(session["pid"]) and _is_locked(heartbeat)
+        return process_exists(session["pid"]) and is_locked(heartbeat)
     return heartbeat.exists() and time.time() - heartbeat.stat().st_mtime < STALLED_AFTER_S
 
 
-def _process_exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # a process of another user
-    return True
-
-
-def _is_locked(path: Path) -> bool:
-    if not path.exists():
-        return False
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        return not _lock(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _lock(descriptor: int) -> bool:
-    """Takes the lock. Returns False if another process has it, or if the file system has no locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.EWOULDBLOCK, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-            raise
-        return False
-    return True
-
-
 def _write_json(path: Path, content: Row) -> None:
-    replace_text(path, json.dumps(content, indent=1, sort_keys=True) + "\n")
+    replace_text(path, json.dumps(redacted(content), indent=1, sort_keys=True) + "\n")
 
 
 def _versions() -> dict[str, str]:
@@ -320,31 +264,6 @@ ALLOWED = (
 )  # fmt: skip
 """Environment variables that are recorded. No others are."""
 ALLOWED_STARTS = ("NCCL_", "TORCH_", "PYTORCH_", "GLOO_")
-SECRET_WORD = r"(?:token|secret|password|passwd|api[_-]?key|access[_-]?key|credentials?|authorization)"
-SECRET_NAME = rf"(?:[\w.-]*[_.-])?{SECRET_WORD}"
-VALUE = r"""(?!\s|null\b|None\b)("[^"]*"|'[^']*'|[^\s,}]+)"""
-ASSIGNMENT = re.compile(rf"""(?im)((?:^|[\s,{{"'+]){SECRET_NAME}["']?\s*[:=][ \t]*){VALUE}""")
-USER_INFO = re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://)[^\s/@]+@")
-KEY_SHAPES = re.compile(r"\b(?:hf_\w{16,}|sk-[\w-]{16,}|gh[pousr]_\w{16,}|AKIA[A-Z0-9]{16})\b")
-MASK = "***"
-
-
-def redact(text: str) -> str:
-    """`text` without passwords in URLs, values of keys with secret-sounding names, and strings like access keys."""
-    text = USER_INFO.sub(rf"\1{MASK}@", text)
-    text = ASSIGNMENT.sub(rf"\1{MASK}", text)
-    return KEY_SHAPES.sub(MASK, text)
-
-
-def redacted(value: object, key: str = "") -> object:
-    """JSON data with `redact` applied to every text, and values whose keys have secret-sounding names masked."""
-    if isinstance(value, str):
-        return MASK if re.fullmatch(SECRET_NAME, str(key), re.IGNORECASE) else redact(value)
-    if isinstance(value, Mapping):
-        return {name: redacted(entry, name) for name, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [redacted(entry) for entry in value]
-    return value
 
 
 def allowed_environment(environment: Mapping[str, str]) -> dict[str, str]:

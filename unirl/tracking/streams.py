@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
+from unirl.types.secrets import redact
+
 READER_GONE = (errno.EPIPE, errno.EIO)
 """The errors of writing into a pipe that nobody reads, and to a terminal that was closed."""
 
@@ -57,4 +59,4 @@ def silence(stream: TextIO) -> None:
 def say(text: str, end: str = "\n") -> None:
     """Print a line to standard error, if there is still somebody who reads it."""
     with may_lose(sys.stderr):
-        print(text, end=end, file=sys.stderr, flush=True)
+        print(redact(text), end=end, file=sys.stderr, flush=True)

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from unirl.types.secrets import without_values
+
 Row = dict[str, Any]
 """A JSON object that was read from a file."""
 
@@ -20,13 +22,16 @@ TAIL_BYTES = 65536
 
 
 class _Table:
-    """A text file to which rows are appended for the life of the run."""
+    """A text file to which rows are appended for the life of the run.
+
+    An earlier file is replaced by a copy of its complete lines: a crash may have left half a line, and a process that
+    was paused while this one took the run over keeps appending to the earlier file, which nobody reads any more.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with open(path, "a+b") as file:  # a crash may have left half a line
-            file.seek(0)
-            file.truncate(file.read().rfind(b"\n") + 1)
+        complete = path.read_bytes().rpartition(b"\n") if path.exists() else (b"", b"", b"")
+        replace_text(path, b"".join(complete[:2]).decode("ascii", "replace"))
         self._open()
 
     def sync(self) -> None:
@@ -51,7 +56,7 @@ class JsonLines(_Table):
     """A file of one JSON object per line: keys sorted, floats as Python's repr."""
 
     def append(self, row: Mapping[str, object]) -> None:
-        self._file.write(json.dumps(finite(row), sort_keys=True, allow_nan=False) + "\n")
+        self._file.write(without_values(json.dumps(finite(row), sort_keys=True, allow_nan=False)) + "\n")
 
     def cut(self, step: int) -> None:
         """Removes the rows of steps after `step`."""
@@ -136,7 +141,11 @@ def finite(value: object) -> object:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replaces a file atomically: a reader, also after a crash, finds either the old text or the new one."""
+    """Replaces a file atomically: a reader, also after a crash, finds either the old text or the new one.
+
+    Values that are known to be secret are masked in every file that is written here, and in every table.
+    """
+    text = without_values(text)
     temporary = path.with_name(f".{path.name}.tmp")
     with open(temporary, "w", encoding="utf-8", newline="") as file:
         file.write(text)

@@ -14,12 +14,14 @@ from unirl.tracking.media import read_samples, table_of_evaluation
 from unirl.tracking.metrics import check_event, check_names
 from unirl.tracking.mirrors import Mirror, Mirrors, RunInfo
 from unirl.tracking.overview import draw_overview
-from unirl.tracking.run_directory import RunDirectory, now, read_record, remark_of
+from unirl.tracking.owner import OwnershipLostError, now
+from unirl.tracking.run_directory import RunDirectory, read_record, remark_of
 from unirl.tracking.samples import Media, MirroredPage, SampleTable, pairs_of, write_manifest
 from unirl.tracking.tables import CsvTable, JsonLines, Row, finite, read_rows, replace_text
 from unirl.tracking.timing import PhaseTimers, peak_memory
 from unirl.types.evaluation import EvalResult
 from unirl.types.protocols import State
+from unirl.types.secrets import redacted
 
 
 class Tracker:
@@ -67,6 +69,7 @@ class Tracker:
         """
         if step <= self.position:
             raise ValueError(f"step {step} was logged after step {self.position}; call truncate when a run goes back")
+        self.run.fence.check()
         clock = self.timers.take()
         memory = {name: max(gib, self._recorded.get(name, 0.0)) for name, gib in peak_memory().items()}
         metrics = self._recorded | clock | memory | self._throughput(clock)
@@ -101,6 +104,7 @@ class Tracker:
                 f"samples of step {step} do not add up: generated {generated} != scored {scored} + dropped {dropped} "
                 f"{dict(reasons) or ''} + pending {pending}"
             )
+        self.run.fence.check()
         counts = {"generated": generated, "scored": scored, "dropped": dropped}
         self._ledger.append({"step": step, **counts, "pending": pending, "reasons": dict(reasons)})
         self.record({f"samples/{name}": count for name, count in counts.items()})
@@ -144,12 +148,19 @@ class Tracker:
     def event(self, name: str, **fields: object) -> None:
         """Appends to events.jsonl, which is never cut back. Raises ValueError for an unknown event."""
         check_event(name)
-        self._events.append({"t": now(), "v": 1, "ev": name, **fields})
+        self._events.append(
+            {"t": now(), "v": 1, "ev": name, **{key: redacted(value, key) for key, value in fields.items()}}
+        )
 
     def note(self, text: str) -> None:
         """Shows one line on the console."""
         if self.console:
             self.console.note(text)
+
+    def restarted(self, number: int, allowed: int, error: str) -> None:
+        """Shows that the run started again by itself, and records it as an event."""
+        self.event("run.restart", restart=number, max=allowed, error=error)
+        self.note(f"restart {number} of {allowed} (restarts.max), after {error}")
 
     def choice(self, key: str, value: object, why: str) -> None:
         """Shows the value that a run chose for a setting `auto`, and writes it into run.json under `chosen`."""
@@ -204,6 +215,7 @@ class Tracker:
 
     def truncate(self, step: int) -> None:
         """Goes back to a checkpoint: removes everything about later steps from the files, except events."""
+        self.run.fence.check()
         for table in self._cut_tables:
             table.cut(step)
         self.run.cut_step_folders(step)
@@ -214,11 +226,15 @@ class Tracker:
 
     def flush(self) -> None:
         """Makes every row durable. Called at the end of a step, before its checkpoint."""
+        self.run.fence.check()
         for table in (*self._cut_tables, self._events):
             table.sync()
 
     def finish(self, code: int = 0, reason: str = "") -> None:
-        """Records how the run ended and closes everything. Further calls do nothing."""
+        """Records how the run ended and closes everything. Further calls do nothing.
+
+        Raises OwnershipLostError, with everything closed and nothing recorded, if another process took the run over.
+        """
         if self._closed:
             return
         self._closed = True
@@ -226,10 +242,12 @@ class Tracker:
         self._mirrors.finish(code)
         if self.console:
             self.console.close()
-        self.flush()
-        for table in (*self._cut_tables, self._events):
-            table.close()
-        self.run.close(code, reason)
+        try:
+            self.flush()
+        finally:
+            for table in (*self._cut_tables, self._events):
+                table.close()
+            self.run.close(code, reason)
         if self.console and code != 0:
             # The end is recorded by now. A picture that cannot be drawn must not hide the error that ended the run.
             with suppress(Exception):
@@ -243,8 +261,8 @@ class Tracker:
         if error is None:
             self.finish()
             return
-        # A full disk may have ended the run; a second error must not hide the first.
-        with suppress(OSError):
+        # A full disk or a second writer may have ended the run; a second error must not hide the first.
+        with suppress(OSError, OwnershipLostError):
             self.finish(1, f"{type(error).__name__}: {error}")
 
     def state_dict(self) -> State:

@@ -17,17 +17,19 @@ from unirl.algorithms.base import StageAlgorithm
 from unirl.algorithms.shared.advantages import GroupAdvantage
 from unirl.config.build import build
 from unirl.config.device_sets import DeviceSet
+from unirl.config.errors import StorageError
 from unirl.config.failures import Session, failure_of
 from unirl.config.load import Recipe
 from unirl.config.node import Node, nodes_below
 from unirl.config.recipe import RecipeConfig, said_of_policy
+from unirl.config.secrets import refuse_masked
 from unirl.data.datasets import Prompt
 from unirl.distributed.group.base import Pool
 from unirl.distributed.group.handle import Group
 from unirl.distributed.group.pool import open_pool
 from unirl.models.loading.checkpoint import TOY
 from unirl.models.loading.hub import ModelSource, look_up, quiet_downloads
-from unirl.plan.machine import check_machine, check_memory, is_elsewhere, scores_elsewhere
+from unirl.plan.machine import check_engines, check_machine, check_memory, is_elsewhere, scores_elsewhere
 from unirl.plan.placement import capabilities_of, plan_of
 from unirl.plan.preflight import check_disk, needs_of, of_policy, trainer_class
 from unirl.plan.prompts import load_data
@@ -38,9 +40,12 @@ from unirl.reward.base import RewardScorer
 from unirl.reward.failures import STRICT, DropBudget
 from unirl.reward.service import RewardService
 from unirl.rollout.engine.base import RolloutEngine
-from unirl.rollout.engine.serving.engine import ServingEngine
+from unirl.tracking.owner import OwnershipLostError
+from unirl.tracking.run_directory import RunDirectory
 from unirl.tracking.tracker import Tracker
 from unirl.train.backend.checkpoint import CheckpointStore, ResumePoint
+from unirl.train.backend.remote import RemoteCheckpoints
+from unirl.train.backend.signing import read_key
 from unirl.train.backend.snapshots import LIVE
 from unirl.train.configs import EmaLoraConfig
 from unirl.train.parity import ParityGate
@@ -74,11 +79,14 @@ def build_trainer(
         session: the command that started the run. Its `run_dir` is set to the run directory.
         tracker: the tracker to report to. None opens the run directory of the recipe.
     """
-    data = load_data(recipe)
     is_own_run = tracker is None
+    if is_own_run:
+        refuse_masked(recipe.resolved())
+    data = load_data(recipe)
     root = run_root(recipe) if tracker is None else tracker.run.root
     # A run that may not start leaves no folder.
-    checkpoints = CheckpointStore(root / "checkpoints", keep=recipe.config.keep_checkpoints)
+    checkpoints = store_of(recipe.config, root)
+    judged = checkpoints.listing()
     resume = resume_point(checkpoints, recipe.config.resume)
     check_resumable(resume, checkpoints.directory, recipe)
     look_up_models(recipe)
@@ -92,13 +100,34 @@ def build_trainer(
             session.start()
         tracker = open_tracker(recipe, root, session.argv if session else (), threads)
     if session is not None:
-        session.run_dir = root
+        session.run_dir, session.grace_s = root, recipe.config.run.stop_grace_s
+    with recorded_end(tracker):
+        if session is not None and session.restart is not None:
+            tracker.restarted(**vars(session.restart))
+        # From here on this process alone writes. Another one may have saved after `resume` was chosen.
+        checkpoints.check_writer = tracker.run.fence.check
+        checkpoints.collect()
+        if checkpoints.listing() != judged:
+            resume = resume_point(checkpoints, recipe.config.resume)
+            check_resumable(resume, checkpoints.directory, recipe)
+        yield from _running(recipe, data, tracker, threads, checkpoints, resume, is_own_run)
+
+
+def _running(
+    recipe: Recipe,
+    data: DataSource[Prompt],
+    tracker: Tracker,
+    threads: ThreadChoice | None,
+    checkpoints: CheckpointStore,
+    resume: ResumePoint,
+    is_own_run: bool,
+) -> Iterator[Trainer]:
+    """The trainer on its open pool, for `build_trainer`."""
     policies = recipe.policies
     if resume.checkpoint is not None:
         policies = {name: continued(config) for name, config in policies.items()}
     sizes = sizes_of_policies(recipe, policies)
     with (
-        recorded_end(tracker),
         in_use(threads),
         closing(pool_of(sizes, tracker, threads)) as pool,
         reporting_to(pool.heartbeat),
@@ -107,30 +136,37 @@ def build_trainer(
             trainer = assemble(recipe, sizes, data, tracker, pool, checkpoints, resume)
         if is_own_run:
             _check_disk(recipe.config, checkpoints, trainer.learners)
-        with tracker.watching(lambda: status_of(pool)), files_of_engines(root):
+        with tracker.watching(lambda: status_of(pool)), files_of_engines(tracker.run):
             yield trainer
 
 
 @contextmanager
-def files_of_engines(root: Path) -> Iterator[None]:
+def files_of_engines(run: RunDirectory) -> Iterator[None]:
     """Remove the weights that engines wrote for their servers. A worker that is killed cannot remove its own."""
     try:
         yield
     finally:
-        shutil.rmtree(root / "engine", ignore_errors=True)
+        with suppress(OwnershipLostError):  # the files are those of the process that took the run over
+            run.fence.check()
+            shutil.rmtree(run.root / "engine", ignore_errors=True)
 
 
 @contextmanager
 def recorded_end(tracker: Tracker) -> Iterator[None]:
-    """Write into run.json how the block ended."""
+    """Write into run.json how the block ended.
+
+    Raises StorageError (7003) if another process took the run over while this one was paused. Nothing is written then.
+    """
     try:
         yield
+        tracker.finish()
     except BaseException as error:
         # A full disk may be what ended the run; it must not hide the error that is on its way.
-        with suppress(OSError):
+        with suppress(OSError, OwnershipLostError):
             tracker.finish(failure_of(error).status, f"{type(error).__name__}: {error}")
+        if isinstance(error, OwnershipLostError):
+            raise StorageError(str(error)) from error
         raise
-    tracker.finish()
 
 
 def pool_of(sizes: Mapping[str, RecipeSizes], tracker: Tracker, threads: ThreadChoice | None) -> Pool:
@@ -221,13 +257,15 @@ def assemble(
         policies=learners,
         tracker=tracker,
         stateful=saved_objects,
-        recipe=recipe.resolved(),
+        recipe=recipe.public(),
         environment=environment(next(iter(learners.values())).roles.train_ranks),
         chosen=chosen,
         checkpoints=checkpoints,
+        copies=remote_copies(config),
+        saves_in_background=config.checkpoint.asynchronous,
         resume=resume,
         resume_command=continuation(recipe, tracker.run.root),
-        write_config=partial(tracker.run.write_config, recipe.composed.text(resolve_all=True), recipe.resolved_text()),
+        write_config=partial(tracker.run.write_config, recipe.written_text(), recipe.resolved_text()),
     )
     phases = Phases(
         timers=tracker.timers,
@@ -254,6 +292,27 @@ def assemble(
         credit_rule=recipe.credit,
     )
     return trainer
+
+
+def store_of(config: RecipeConfig, root: Path) -> CheckpointStore:
+    """The checkpoints of the run in `root`. Raises ConfigError (2004) if there is no key to sign them with."""
+    source = config.checkpoint.signing_key
+    return CheckpointStore(
+        root / "checkpoints",
+        keep=config.keep_checkpoints,
+        keep_every=config.checkpoint.keep_every,
+        key=None if source is None else read_key(source, "checkpoint.signing_key"),
+    )
+
+
+def remote_copies(config: RecipeConfig) -> RemoteCheckpoints | None:
+    """The place where checkpoints are copied, known to be writable. Raises CheckpointError (7003) if it is not."""
+    url = config.checkpoint.copy_to
+    if url is None:
+        return None
+    copies = RemoteCheckpoints(url, keep=config.keep_checkpoints, keep_every=config.checkpoint.keep_every)
+    copies.check()
+    return copies
 
 
 def estimator_of(recipe: Recipe) -> AdvantageEstimator:
@@ -426,17 +485,6 @@ def check_reward(config: RecipeConfig) -> None:
     for scorer in config.scorers:
         if any(_checks_start(node.schema.owner) for node in nodes_below(scorer)):
             build(scorer).check_start()
-
-
-def check_engines(recipe: Recipe) -> None:
-    """Refuse a run whose servers cannot be started here. Raises DependencyError (3001).
-
-    With a cluster, only its nodes can tell.
-    """
-    for policy in recipe.policies.values():
-        engine = policy.rollout.schema.owner
-        if issubclass(engine, ServingEngine) and not is_elsewhere(policy):
-            engine.check_start(policy.rollout.values)
 
 
 def look_up_models(recipe: Recipe) -> None:

@@ -110,7 +110,14 @@ class Trainer:
                 track.choose_micro_batch()
         if self.state.step == 0 and self.config.evaluation.enabled:
             self.evaluate()
+        with self.state.saved_at_the_end():
+            self._steps()
+        self.state.checkpoints.publish_final(self.state.step)
+        self.monitor.summarize(self.state.step)
+
+    def _steps(self) -> None:
         while self.state.step < self.config.num_rollouts:
+            self.state.check_saving()
             remembered = self.state.remembered()
             try:
                 with self.tracker.timers.phase("step"):
@@ -120,8 +127,6 @@ class Trainer:
                 clear_frames(error.__cause__.__traceback__ if error.__cause__ else None)
                 raise MemoryShortageError(f"{error}\n  {self._rescue(remembered)}") from error.__cause__
             self._finish_step()
-        self.state.checkpoints.publish_final(self.state.step)
-        self.monitor.summarize(self.state.step)
 
     def produce(self, step: int) -> RolloutResp:
         """The samples of one step, scored and credited."""
@@ -230,6 +235,7 @@ class Trainer:
         if self._is_due(self.config.save_interval) or last or self.stop_signal is not None:
             self._save()
         if self.stop_signal is not None and not last:
+            self.state.finish_saving()
             raise self.state.stopped_by(self.stop_signal)
 
     def _save(self, remembered: Mapping[str, State] | None = None) -> None:
@@ -241,11 +247,16 @@ class Trainer:
 
         Ranks that wait for each other cannot save, and weights that were updated are not those of the last step.
         """
+        try:
+            self.state.finish_saving()
+        except UniRLError as error:
+            return f"Saving an earlier step failed, too: {error}"
         state, saved = self.state, [each.step for each in self.state.checkpoints.checkpoints()]
         can_save = all(each.roles.train_ranks == 1 and each.is_unchanged() for each in self.learners)
         if state.step not in saved and state.step > 0 and can_save:
             try:
                 self._save(remembered)
+                self.state.finish_saving()
                 saved.append(state.step)
             except UniRLError as error:
                 return f"Saving step {state.step} failed, too: {error}"

@@ -13,14 +13,18 @@ from unirl.config.merge import Tree, get, leaves
 from unirl.config.recipe import RecipeConfig, policy_keys
 from unirl.config.values import show
 from unirl.train.backend.checkpoint import CheckpointStore, ResumePoint, open_checkpoint
+from unirl.train.backend.remote import RemoteCheckpoints, is_url
 from unirl.train.backend.state import check_trained_weights, read_counters
 from unirl.train.configs import LoraConfig
 from unirl.trainer.run_state import policy_folder, read_state
+from unirl.types.secrets import MASK, is_secret_name
 
 RESULT_NEUTRAL = (
     "num_rollouts",
     "save_interval",
     "keep_checkpoints",
+    "checkpoint",
+    "restarts",
     "resume",
     "run",
     "tracking",
@@ -54,6 +58,8 @@ RESULT_NEUTRAL = (
 )
 """Keys that may change between a checkpoint and its continuation without changing results but by rounding."""
 
+FETCHED = ".fetched-checkpoints"
+"""The folder beside run directories that holds checkpoints from URLs."""
 ABSENT = object()
 SHOWN_CHANGES = 4
 """Number of changed keys that a refusal lists, classes first."""
@@ -64,7 +70,7 @@ def resume_point(store: CheckpointStore, resume: str) -> ResumePoint:
 
     Raises:
         ConfigError: 2004 when `none` would overwrite a run.
-        CheckpointError: 7001 when there are checkpoints and all are damaged, or the named one is.
+        CheckpointError: 7001 when there are checkpoints and all are damaged or not finite, or the named one is.
     """
     if resume == "none":
         checkpoints = store.checkpoints()
@@ -74,9 +80,13 @@ def resume_point(store: CheckpointStore, resume: str) -> ResumePoint:
                 "overwrite: choose another run.dir, or continue with resume=auto"
             )
         return ResumePoint(None)
+    if is_url(resume):
+        cache = store.directory.parent.parent / FETCHED
+        fetched = RemoteCheckpoints(resume, setting="resume").fetch_newest(cache)
+        return ResumePoint(open_checkpoint(fetched, healthy=True, key=store.key))
     if resume not in ("auto", "latest"):
-        return ResumePoint(open_checkpoint(resume))
-    latest = store.latest_valid()
+        return ResumePoint(open_checkpoint(resume, healthy=True, key=store.key))
+    latest = store.latest_valid(healthy=True)
     if latest.checkpoint is None and latest.skipped:
         raise CheckpointError(
             f"no checkpoint in {store.directory} is valid ({'; '.join(map(str, latest.skipped))}): "
@@ -98,7 +108,7 @@ def check_resumable(point: ResumePoint, own: Path, recipe: Recipe) -> None:
     if point.checkpoint is None:
         return
     path = point.checkpoint.path
-    changed = changed_keys(read_state(path)["recipe"], recipe.resolved()) if path.parent == own else []
+    changed = changed_keys(read_state(path)["recipe"], recipe.public()) if path.parent == own else []
     if changed:
         shown = sorted(changed, key=lambda change: "_target_" not in change.partition(":")[0])[:SHOWN_CHANGES]
         others = f"; and {len(changed) - len(shown)} more" if len(changed) > len(shown) else ""
@@ -132,7 +142,8 @@ def continued(config: RecipeConfig) -> RecipeConfig:
 def changed_keys(saved: Tree, now: Tree) -> list[str]:
     """`key: before -> after` of every difference that may change results, sorted by key.
 
-    A block that only one of the two has is named by its keys alone, unless it is empty.
+    A block that only one of the two has is named by its keys alone, unless it is empty. Secrets change no results, and
+    are not written.
     """
     before, after = dict(leaves(saved)), dict(leaves(now))
     keys = sorted(k for k in before.keys() | after.keys() if before.get(k, ABSENT) != after.get(k, ABSENT))
@@ -140,7 +151,10 @@ def changed_keys(saved: Tree, now: Tree) -> list[str]:
     return [
         f"{k}: {_shown(before, k)} -> {_shown(after, k)}"
         for k in keys
-        if not f"{k}.".startswith(neutral) and not any(other.startswith(f"{k}.") for other in keys)
+        if not f"{k}.".startswith(neutral)
+        and not is_secret_name(k)
+        and MASK not in (before.get(k), after.get(k))
+        and not any(other.startswith(f"{k}.") for other in keys)
     ]
 
 

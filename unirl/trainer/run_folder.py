@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shlex
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -12,6 +13,7 @@ from tempfile import TemporaryFile
 import unirl
 from unirl.config.compose import ComposedConfig
 from unirl.config.errors import DependencyError, IncompatibleError, InvalidValueError
+from unirl.config.failures import failure_of
 from unirl.config.load import Recipe, check
 from unirl.config.merge import ConfigLayer, Tree
 from unirl.config.overrides import command_line_layer
@@ -25,14 +27,8 @@ from unirl.plan.tiling import leaves_tiling_open, tiling_key, with_tiling
 from unirl.tracking.backends import MirrorUnavailable, make_mirrors
 from unirl.tracking.console import LEGEND, Console
 from unirl.tracking.mirrors import RunInfo
-from unirl.tracking.run_directory import (
-    REMARKS,
-    RunDirectory,
-    RunDirectoryError,
-    RunIdentity,
-    default_root,
-    latest_run,
-)
+from unirl.tracking.owner import RunDirectoryError
+from unirl.tracking.run_directory import REMARKS, RunDirectory, RunIdentity, default_root, latest_run
 from unirl.tracking.tracker import Tracker
 from unirl.train.backend.checkpoint import Checkpoint, open_checkpoint, still_there
 from unirl.trainer.resume import continued
@@ -63,20 +59,33 @@ def open_tracker(recipe: Recipe, root: Path, argv: Sequence[str], threads: Threa
         raise InvalidValueError(str(error)) from error
     except MirrorUnavailable as error:
         raise DependencyError(str(error)) from error
-    about = RunInfo(
-        root=root,
-        project=config.run.project,
-        run_id=run.id,
-        entity=config.tracking.entity,
-        offline=config.tracking.offline,
-        config=recipe.resolved(),
-    )
-    if threads is not None:
-        run.note(threads={"per_process": threads.count, "why": threads.why})
-    console = Console(config.num_rollouts, log=root / "logs" / "console.log")
-    tracker = Tracker(run, console=console, mirrors=mirrors, about=about, tracks=tracks_of(recipe))
-    console.banner(f"unirl {unirl.__version__}  {recipe.file.name}  ->  {root}", banner_lines(recipe, root, threads))
-    return tracker
+    with recorded_failure(run):
+        about = RunInfo(
+            root=root,
+            project=config.run.project,
+            run_id=run.id,
+            entity=config.tracking.entity,
+            offline=config.tracking.offline,
+            config=recipe.public(),
+        )
+        if threads is not None:
+            run.note(threads={"per_process": threads.count, "why": threads.why})
+        console = Console(config.num_rollouts, log=root / "logs" / "console.log")
+        tracker = Tracker(run, console=console, mirrors=mirrors, about=about, tracks=tracks_of(recipe))
+        banner = banner_lines(recipe, root, threads)
+        console.banner(f"unirl {unirl.__version__}  {recipe.file.name}  ->  {root}", banner)
+        return tracker
+
+
+@contextmanager
+def recorded_failure(run: RunDirectory) -> Iterator[None]:
+    """Write into run.json how the block ended, if it ended by an error or a stop signal."""
+    try:
+        yield
+    except BaseException as error:
+        with suppress(OSError):
+            run.close(failure_of(error).status, f"{type(error).__name__}: {error}")
+        raise
 
 
 def tracks_of(recipe: Recipe) -> tuple[str, ...]:
@@ -135,7 +144,7 @@ def _labelled(label: str, lines: Sequence[str]) -> list[tuple[str, str]]:
 
 def continuation(recipe: Recipe, root: Path) -> str:
     """The command that continues the run in `root` with the same settings."""
-    overrides = recipe.composed.overrides
+    overrides = recipe.shown_overrides()
     settings = [setting for setting in overrides if not setting.lstrip("+").startswith(("run.", "resume="))]
     return shlex.join(["unirl", "train", recipe.file.argument, *settings, f"run.dir={root}"])
 

@@ -5,28 +5,31 @@ from __future__ import annotations
 import json
 import platform
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from unirl import __version__
-from unirl.config.errors import Interrupted, Preempted, ResumeError, UniRLError
+from unirl.config.errors import DivergenceError, Interrupted, Preempted, ResumeError, UniRLError
 from unirl.config.merge import Tree
 from unirl.plan.threads import Recorded
 from unirl.train.backend.base import TrainBackend
-from unirl.train.backend.checkpoint import Checkpoint, CheckpointStore, ResumePoint, still_there
+from unirl.train.backend.checkpoint import Checkpoint, CheckpointStore, ResumePoint, checkpoint_name, still_there
+from unirl.train.backend.health import STATE_FILE, listed
+from unirl.train.backend.remote import RemoteCheckpoints
+from unirl.trainer.saving import BackgroundSave
 from unirl.types.device import accelerator, device_name
 from unirl.types.protocols import State, Stateful
+from unirl.types.secrets import without_values
 
 if TYPE_CHECKING:
     from unirl.tracking.tracker import Tracker
-
-STATE_FILE = "trainer.json"
-"""The file of a checkpoint that holds this state."""
 
 
 class Policy(Protocol):
@@ -63,6 +66,14 @@ class RunState:
     """The command that continues this run."""
     write_config: Callable[[], None]
     """Writes the recipe into the run directory; called when the directory is known to be the run's own."""
+    saves_in_background: bool = False
+    """Write and publish checkpoints while the run goes on (checkpoint.asynchronous)."""
+    saving: BackgroundSave | None = None
+    """The save that is under way."""
+    copies: RemoteCheckpoints | None = None
+    """Where published checkpoints are copied (checkpoint.copy_to)."""
+    uncopied: UniRLError | None = None
+    """The error of the last copy, if it failed. Training goes on; the run ends with it unless a later copy works."""
     step: int = 0
     """Steps finished; the number of the step that runs next."""
     chosen: dict[str, Any] = field(default_factory=dict)
@@ -75,17 +86,21 @@ class RunState:
     def save(
         self, remembered: Mapping[str, State] | None = None, turn: Callable[[str], None] = lambda track: None
     ) -> None:
-        """Publish a checkpoint of this state and of the weights.
+        """Save a checkpoint of this state and of the weights: publish it, or start to, if that is done in background.
 
         Args:
             remembered: what the objects remembered after the last step, if they have moved on since.
             turn: called with the track of each policy before its weights are saved, so that policies on the same
                 devices can take turns.
         """
-        with self.checkpoints.stage(self.step) as folder:
+        self.finish_saving()
+        with ExitStack() as staged:
+            folder = staged.enter_context(self.checkpoints.stage(self.step))
+            folders = {name: policy_folder(folder, name) for name in self.policies}
             for name, policy in self.policies.items():
                 turn(policy.track)
-                policy.backend.save(str(policy_folder(folder, name)))
+                self._check_finite(name, policy.backend)
+                policy.backend.save(str(folders[name]), self.saves_in_background)
             state = {
                 "step": self.step,
                 "versions": {name: policy.version for name, policy in self.policies.items()},
@@ -95,8 +110,76 @@ class RunState:
                 "environment": self.environment,
             }
             text = json.dumps(state, indent=1, sort_keys=True, allow_nan=False)
-            (folder / STATE_FILE).write_text(text)
-        self.tracker.event("ckpt.commit", step=self.step)
+            (folder / STATE_FILE).write_text(without_values(text))
+            if self.saves_in_background:
+                backends = [policy.backend for policy in self.policies.values()]
+                copy = partial(self._copy, self.step)
+                self.saving = BackgroundSave(
+                    self.step, staged.pop_all(), list(folders.values()), backends, copy
+                ).start()
+                return
+        self._note_published(self.step, self._copy(self.step))
+
+    def _copy(self, step: int) -> UniRLError | None:
+        """Copy a published checkpoint. Returns the error if that failed."""
+        if self.copies is not None:
+            try:
+                self.copies.copy(self.checkpoints.directory / checkpoint_name(step))
+            except UniRLError as error:
+                return error
+        return None
+
+    def _check_finite(self, policy: str, backend: TrainBackend) -> None:
+        """Refuse to publish weights, moments or snapshots with NaN or infinite elements.
+
+        Raises DivergenceError (9001), which names the tensors, the step and the way out.
+        """
+        bad = backend.nonfinite()
+        if not bad:
+            return
+        of_policy = f" of policy {policy}" if policy else ""
+        newest = next((each.path for each in self.checkpoints.checkpoints() if each.step < self.step), None)
+        way_out = (
+            "There is no earlier checkpoint. Start again in another run.dir with a lower learning rate, and with a "
+            "smaller save_interval"
+            if newest is None
+            else f"{newest.name} stays the latest. Continue from it with:\n  {self.resume_command}\n"
+            f"or, with a lower learning rate, in another folder: resume={newest} run.dir=<new folder>"
+        )
+        raise DivergenceError(
+            f"after step {self.step} the state{of_policy} is not finite, so no checkpoint of it was published "
+            f"({listed(bad)}). {way_out}"
+        )
+
+    def check_saving(self) -> None:
+        """Note a save that was published in the background. Raises the error of one that failed."""
+        if self.saving is not None and self.saving.is_published():
+            self.finish_saving()
+
+    def finish_saving(self) -> None:
+        """Wait until the save under way is published and copied. Raises its error if it could not be published."""
+        if self.saving is not None:
+            saving, self.saving = self.saving, None
+            self._note_published(saving.step, saving.finish())
+
+    def _note_published(self, step: int, failure: UniRLError | None) -> None:
+        self.tracker.event("ckpt.commit", step=step)
+        self.uncopied = failure
+        if failure is not None:
+            self.tracker.warn(f"{checkpoint_name(step)} was not copied: {failure}")
+
+    @contextmanager
+    def saved_at_the_end(self) -> Iterator[None]:
+        """When the block ends, also by an error, a save that is under way is finished first."""
+        try:
+            yield
+        except BaseException as error:
+            if self.saving is not None:
+                self.saving.leave(error)
+            raise
+        self.finish_saving()
+        if self.uncopied is not None:
+            raise self.uncopied
 
     def stopped_by(self, signum: int) -> UniRLError:
         """The error that ends the run after a signal: Ctrl-C, or the signal of a scheduler."""

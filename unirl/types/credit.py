@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from torch import Tensor
+if TYPE_CHECKING:  # the reward service reads its settings without torch
+    from torch import Tensor
 
 CreditName = Literal["mean", "max", "sum", "best_of_n", "leave_one_out"]
 """The rules that a recipe can name."""

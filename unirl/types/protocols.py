@@ -105,6 +105,9 @@ class GuidanceLike(Protocol):
     def off(self) -> GuidanceLike:
         """The same kind without the unconditional branch."""
 
+    def scale_at(self, sigma: float) -> float:
+        """The scale at a noise level; 1 = no guidance there."""
+
     def combine(self, uncond: Tensor, cond: Tensor, sigma: Tensor) -> Tensor:
         """The guided velocity [B, *latent] from those of both branches at noise levels `sigma` [B]."""
 

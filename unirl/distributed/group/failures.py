@@ -17,11 +17,19 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from unirl.config.errors import PluginError, RendezvousError, StallError, UniRLError, WorkerError, report
+from unirl.config.errors import (
+    LostWorkerError,
+    PluginError,
+    RendezvousError,
+    StallError,
+    UniRLError,
+    WorkerError,
+    report,
+)
 from unirl.config.plugins import explained
 from unirl.types.progress import Heartbeat, heartbeat, reporting_to
 
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 BROKEN = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "ActorDiedError", "Broken pipe")
 """Words in the exceptions that a rank raises because another rank is gone."""
 
@@ -61,7 +69,7 @@ class WorkerFailure:
     def exception(self) -> Exception:
         """The exception that the driver raises, with the worker's traceback as its cause."""
         if self.is_death:
-            return WorkerError(f"{self.worker} died while {self.what} ran: {self.message}")
+            return LostWorkerError(f"{self.worker} died while {self.what} ran: {self.message}")
         error = self.error or WorkerError(f"{self.what} failed on {self.worker}: {self.message}")
         error.add_note(f"raised by {self.what} on {self.worker}")
         error.__cause__ = RemoteTraceback(self.traceback)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from unirl.config.errors import StallError, WorkerError
+from unirl.config.errors import LostWorkerError, StallError
 from unirl.distributed.tensor.row_store import (
     CPU,
     RowPayload,
@@ -48,7 +48,7 @@ class RayTransport:
         """The rows of pieces, with one request per owner, all at once.
 
         Raises:
-            WorkerError: an owner is dead.
+            LostWorkerError: an owner is dead.
             StallError: an owner does not answer in time.
             LookupError: the rows were released with their step.
         """
@@ -68,7 +68,9 @@ class RayTransport:
             try:
                 self.actors[owner] = ray.get_actor(owner)
             except ValueError as error:
-                raise WorkerError(f"worker {owner!r}, which owns rows of this step, is gone: resume the run") from error
+                raise LostWorkerError(
+                    f"worker {owner!r}, which owns rows of this step, is gone: resume the run"
+                ) from error
         return self.actors[owner]
 
     def _answer(self, owner: str, answer: ObjectRef, end: float) -> list[RowPayload]:
@@ -80,7 +82,7 @@ class RayTransport:
         except GetTimeoutError as error:
             raise StallError(f"worker {owner!r} did not send its rows within {self.deadline_s:g} s") from error
         except (RayActorError, ObjectLostError) as error:
-            raise WorkerError(f"worker {owner!r} died before it sent its rows: resume the run ({error})") from error
+            raise LostWorkerError(f"worker {owner!r} died before it sent its rows: resume the run ({error})") from error
         except RayTaskError as error:
             raise error.cause from error
         return [RowPayload(unpack(payload.value), payload.on_accelerator) for payload in payloads]
@@ -204,7 +206,9 @@ class CollectiveTransport:
         except RuntimeError as error:  # raised for broken connections and timeouts alike
             if monotonic() - started >= self.deadline_s:
                 raise StallError(f"worker {peer!r} did not exchange rows within {self.deadline_s:g} s") from error
-            raise WorkerError(f"the connection to worker {peer!r} broke while rows were exchanged: {error}") from error
+            raise LostWorkerError(
+                f"the connection to worker {peer!r} broke while rows were exchanged: {error}"
+            ) from error
 
 
 def describe(value: object) -> object:

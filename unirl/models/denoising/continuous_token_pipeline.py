@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from unirl.models.denoising.bundle import CheckpointBundle, Decoder
 from unirl.models.denoising.continuous_tokens import TOKENS, ContinuousTokenDenoiser, ContinuousTokenStage, normed
+from unirl.models.denoising.packing import packed, unpacked
 from unirl.models.denoising.peft_pipeline import PeftPipeline
-from unirl.models.denoising.vae import KLDecoder, packed, unpacked
+from unirl.models.denoising.vae import KLDecoder
 from unirl.models.loading.checkpoint import VAE
 from unirl.models.loading.hub import quiet_libraries
 from unirl.models.loading.lora import adapted_layers

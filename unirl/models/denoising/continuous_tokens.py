@@ -23,6 +23,7 @@ from torch.nn.functional import layer_norm
 
 from unirl.config.errors import IncompatibleError
 from unirl.models.chunks import round_up
+from unirl.models.denoising.packing import packed, unpacked
 from unirl.models.denoising.stage import (
     NO_GRADIENT,
     DiffusionStage,
@@ -31,7 +32,6 @@ from unirl.models.denoising.stage import (
     Trajectory,
     pinned_schedule,
 )
-from unirl.models.denoising.vae import packed, unpacked
 from unirl.models.language.attention import (
     AttentionFn,
     DecodeAttention,

@@ -1,4 +1,4 @@
-"""Adapters of the VAEs of diffusers, and the packing of latents into the tokens of a transformer."""
+"""Adapters of the VAEs of diffusers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
 from unirl.models.denoising.bundle import Decoder, DiffusersBundle, Encoder
 from unirl.types.conditions import Conditions, LatentCondition
@@ -27,17 +26,6 @@ def to_unit(pixels: Tensor) -> Tensor:
 def from_unit(pixels: Tensor) -> Tensor:
     """[0, 1] to [-1, 1]."""
     return pixels * 2 - 1
-
-
-def packed(latents: Tensor, patch_size: int) -> Tensor:
-    """[B, H W / p^2, C p^2] tokens of latents [B, C, H, W]. The numbers of a token are ordered channel, row, column."""
-    return pixel_unshuffle(latents, patch_size).flatten(2).transpose(1, 2)
-
-
-def unpacked(tokens: Tensor, latent_shape: torch.Size, patch_size: int) -> Tensor:
-    """Latents [B, C, H, W] of their tokens; `latent_shape` ends with (H, W)."""
-    rows, columns = (side // patch_size for side in latent_shape[-2:])
-    return pixel_shuffle(tokens.transpose(1, 2).unflatten(2, (rows, columns)), patch_size)
 
 
 class VAEAdapter:

@@ -19,8 +19,9 @@ from torch import Tensor
 from unirl.config.errors import NotFoundError
 from unirl.models.denoising.bundle import NetworkDenoiser, TextEncoder
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline
+from unirl.models.denoising.packing import packed, unpacked
 from unirl.models.denoising.text_encoders import longer_than, tokenize
-from unirl.models.denoising.vae import KLBundle, packed, unpacked
+from unirl.models.denoising.vae import KLBundle
 from unirl.models.loading.checkpoint import JOINT_BLOCK, DiffusersFamily, ModelConfigs, family_files
 from unirl.models.loading.toy_tokenizers import clip_tokenizer, t5_tokenizer
 from unirl.sde.guidance import GUIDANCE, EmbeddedGuidance, NoGuidance

@@ -34,8 +34,9 @@ from unirl.models.denoising.bundle import (
     TextEncoder,
 )
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline
+from unirl.models.denoising.packing import packed, unpacked
 from unirl.models.denoising.text_encoders import CausalTextEncoder
-from unirl.models.denoising.vae import IMAGE, ReferenceEncoder, VAEAdapter, from_unit, packed, unpacked
+from unirl.models.denoising.vae import IMAGE, ReferenceEncoder, VAEAdapter, from_unit
 from unirl.models.language.chat import chat
 from unirl.models.loading.checkpoint import JOINT_ATTENTION, DiffusersFamily, ModelConfigs, family_files
 from unirl.models.loading.toy_tokenizers import qwen_tokenizer

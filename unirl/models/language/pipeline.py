@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Generic, TypeVar
 
@@ -33,6 +34,18 @@ from unirl.types.segments import TextSegment
 
 CANARIES = tuple(text for text in CANARY_PROMPTS if text)
 BundleT = TypeVar("BundleT", bound=LanguageBundle, covariant=True)
+
+
+@dataclass(frozen=True)
+class PlainPrompt:
+    """A prompt as programs other than UniRL take it: tokens and image files."""
+
+    tokens: list[int]
+    """The prompt with one placeholder for each image."""
+    expanded: list[int]
+    """The prompt as the network reads it, with one placeholder for each token of an image."""
+    images: tuple[bytes, ...] = ()
+    """PNG files, in the order of their placeholders. They have the size at which the network reads them."""
 
 
 class TokenPipeline(ABC, Generic[BundleT]):
@@ -173,6 +186,18 @@ class TextPipeline(TokenPipeline[BundleT]):
         for text, id in zip(texts, req.group_ids, strict=True):
             check_prompt_length(len(tokens[text]), id, params)
         return {"prompt": prompt_tokens([tokens[text] for text in texts]).to(self.bundle.device)}
+
+    def plain_prompts(self, conditions: Conditions) -> list[PlainPrompt]:
+        """The prompts of `conditions`, for a program that does not read conditions."""
+        prompts = prompts_of(conditions)
+        rows = [row.tolist() for row in prompts.tokens.cpu().split(prompts.lengths.tolist())]
+        return [PlainPrompt(row, row) for row in rows]
+
+    def from_plain(self, tokens: Sequence[int], images: Sequence[bytes]) -> Conditions:
+        """The conditions of one `PlainPrompt`, from its tokens and images. Raises ValueError if they do not match."""
+        if images:
+            raise ValueError(f"{type(self).__name__} reads no images, and the prompt has {len(images)}")
+        return {"prompt": prompt_tokens([tokens]).to(self.bundle.device)}
 
     def decoded(self, segment: TextSegment, sample_ids: Sequence[str]) -> Texts:
         return Texts(texts=self.decode(segment))

@@ -19,7 +19,7 @@ from unirl.models.base import CanaryOutput
 from unirl.models.chunks import padded_rows
 from unirl.models.language.chat import TextCodec
 from unirl.models.language.decoding import Decoding, Response, ResponseBuilder
-from unirl.models.language.packing import PackedTokens, pack_prompts, pack_responses
+from unirl.models.language.packing import PackedTokens, pack_prompts, pack_responses, prompts_of
 from unirl.models.language.policy import NextTokenLogits, NextTokenLogProbs, Outputs, TokenInputs
 from unirl.models.language.tools import ToolBox
 from unirl.models.value_head import TokenValueHead
@@ -188,16 +188,21 @@ class ARStage:
         """Builds the function that computes the outputs of a replay."""
         return NextTokenLogProbs
 
-    @torch.no_grad()
     def canary(self, inputs: PromptTokens) -> CanaryOutput:
         """The logits [B, V] of the token after each of the prompts `inputs`."""
-        packed = pack_prompts(self._to_device({"prompt": inputs}), range(len(inputs)))
+        return CanaryOutput(values=self.next_logits({"prompt": inputs}))
+
+    @torch.no_grad()
+    def next_logits(self, conditions: Conditions) -> Tensor:
+        """The logits [B, V] of the token after each prompt, without compilation."""
+        prompts = prompts_of(conditions)
+        packed = pack_prompts(self._to_device(conditions), range(len(prompts)))
         padded = packed.padded(self.facts.batch_multiple)
-        last_tokens = (inputs.offsets[1:] - 1)[padded_rows(len(inputs), self.facts.batch_multiple)]
+        last_tokens = (prompts.offsets[1:] - 1)[padded_rows(len(prompts), self.facts.batch_multiple)]
         with torch.compiler.set_stance("force_eager"):
             output_fn = NextTokenLogits(last_tokens.to(self._device()))
             outputs = self._forward(padded.inputs(padded.attention(self._device()), output_fn))
-        return CanaryOutput(values=outputs["logits"][: len(inputs)])
+        return outputs["logits"][: len(prompts)]
 
     def _forward(self, inputs: TokenInputs) -> Outputs:
         device = inputs.tokens.device.type

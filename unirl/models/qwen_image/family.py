@@ -23,9 +23,10 @@ from torch import Tensor
 from unirl.config.errors import NotFoundError
 from unirl.models.denoising.bundle import Decoder, DiffusersBundle, Encoder, NetworkDenoiser, TextEncoder
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline
+from unirl.models.denoising.packing import packed, unpacked
 from unirl.models.denoising.ragged import call
 from unirl.models.denoising.text_encoders import longer_than, tokenize
-from unirl.models.denoising.vae import CausalVAE, packed, unpacked
+from unirl.models.denoising.vae import CausalVAE
 from unirl.models.loading.checkpoint import JOINT_ATTENTION, DiffusersFamily, ModelConfigs, family_files
 from unirl.models.loading.toy_tokenizers import qwen_tokenizer
 from unirl.sde.guidance import NormCorrectedGuidance

@@ -10,24 +10,28 @@ import torch
 from torch import Tensor
 
 from unirl.config.errors import DataError, NotFoundError
-from unirl.models.images import split_at_images
+from unirl.models.images import png_image, png_of, split_at_images
 from unirl.models.language.bundle import CPU, LanguageBundle, LanguageFamily
-from unirl.models.language.packing import prompt_tokens
-from unirl.models.language.pipeline import TextPipeline, check_prompt_length
+from unirl.models.language.packing import images_of, prompt_tokens, prompts_of
+from unirl.models.language.pipeline import PlainPrompt, TextPipeline, check_prompt_length
 from unirl.models.language.tools import ToolBox
 from unirl.models.loading.checkpoint import read_entries
 from unirl.models.loading.toy_tokenizers import qwen_vl_tokenizer
 from unirl.models.qwen_vl.vision import (
     IMAGE_TEXT,
+    IMAGE_TOKEN,
     DeepstackPolicy,
     ImagePatcher,
+    PatchedImage,
     QwenVLPolicy,
+    collapse_images,
     expand_images,
     pack_images,
     rope_positions,
+    split_images,
     toy_image_processor,
 )
-from unirl.types.conditions import Conditions
+from unirl.types.conditions import Conditions, ImagePatches, PatchGrid
 from unirl.types.primitives import MediaRef, PromptImages
 from unirl.types.protocols import DtypeName
 from unirl.types.rollout_req import RolloutReq
@@ -171,21 +175,53 @@ class QwenVLPipeline(TextPipeline[QwenVLBundle]):
 
     def _encoded(self, text: str, refs: tuple[MediaRef, ...], id: str, params: ARSamplingParams) -> Conditions:
         """The conditions of one prompt. Raises DataError, which names the prompt `id`."""
-        image_token = self.bundle.image_token
         try:
             images = [self.patcher.read(ref.uri) for ref in refs]
-            counts = [self.patcher.num_tokens(grid) for _, grid in images]
-            tokens = expand_images(self.bundle.codec.encode(self._formatted(text, len(refs))), image_token, counts)
+            conditions = self._conditions(self.bundle.codec.encode(self._formatted(text, len(refs))), images)
         except DataError as error:
             raise type(error)(f"prompt {id}: {error}") from error
         except ValueError as error:
             raise DataError(f"prompt {id}: {error}") from error
-        check_prompt_length(len(tokens), id, params)
-        positions = rope_positions(self.bundle.trainable(), tokens, [grid for _, grid in images], image_token)
+        check_prompt_length(len(prompts_of(conditions).tokens), id, params)
+        return conditions
+
+    def _conditions(self, tokens: Sequence[int], images: Sequence[PatchedImage]) -> Conditions:
+        """The conditions of one prompt. Raises ValueError unless `tokens` have one placeholder for each image."""
+        grids, image_token = [grid for _, grid in images], self.bundle.image_token
+        expanded = expand_images(tokens, image_token, [self.patcher.num_tokens(grid) for grid in grids])
+        positions = rope_positions(self.bundle.trainable(), expanded, grids, image_token)
         return {
-            "prompt": prompt_tokens([tokens], [positions]),
+            "prompt": prompt_tokens([expanded], [positions]),
             IMAGES: pack_images(images, self.patcher.patch_width),
         }
+
+    def plain_prompts(self, conditions: Conditions) -> list[PlainPrompt]:
+        images, prompts = images_of(conditions), super().plain_prompts(conditions)
+        if images is None:
+            return prompts
+        assert isinstance(images, ImagePatches)
+        patched = iter(split_images(images.to(torch.device("cpu"))))
+        files: dict[tuple[PatchGrid, str], bytes] = {}
+        plain = []
+        for prompt, grids, digests in zip(prompts, images.grids, images.digests, strict=True):
+            keys = list(zip(grids, digests, strict=True))
+            for key in keys:
+                patches, grid = next(patched)
+                if key not in files:
+                    files[key] = png_of(self.patcher.join(patches, grid))
+            plain.append(self._plain_prompt(prompt.tokens, grids, tuple(files[key] for key in keys)))
+        return plain
+
+    def _plain_prompt(
+        self, tokens: Sequence[int], grids: Sequence[PatchGrid], images: tuple[bytes, ...]
+    ) -> PlainPrompt:
+        image_token = self.bundle.image_token
+        collapsed = collapse_images(tokens, image_token, [self.patcher.num_tokens(grid) for grid in grids])
+        return PlainPrompt(collapsed, [image_token if token == IMAGE_TOKEN else token for token in tokens], images)
+
+    def from_plain(self, tokens: Sequence[int], images: Sequence[bytes]) -> Conditions:
+        conditions = self._conditions(tokens, [self.patcher.cut(png_image(image)) for image in images])
+        return {name: condition.to(self.bundle.device) for name, condition in conditions.items()}
 
     def _formatted(self, text: str, num_images: int) -> str:
         """The text that the model reads, with one placeholder per image."""

@@ -24,6 +24,7 @@ from unirl.types.conditions import ImagePatches, PatchGrid, PromptImageInputs
 from unirl.types.device import to_device
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, Qwen2VLImageProcessorPil
     from transformers.modeling_outputs import BaseModelOutput
 
@@ -76,8 +77,12 @@ class ImagePatcher:
 
     def read(self, path: str) -> PatchedImage:
         """The patches of the image in a file. Raises DataError (4003) if it cannot be read."""
+        return self.cut(read_image(path))
+
+    def cut(self, image: Image) -> PatchedImage:
+        """The patches of an RGB image, after it is scaled into the bounds."""
         batch = self.processor(
-            images=[read_image(path)],
+            images=[image],
             size={"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels},
             do_rescale=False,
             do_normalize=False,
@@ -87,6 +92,17 @@ class ImagePatcher:
         values = batch["pixel_values"]
         patches = values.view(len(values), CHANNELS, self.processor.temporal_patch_size, -1)[:, :, 0]
         return patches.flatten(1).to(torch.uint8), (frames, rows, columns)
+
+    def join(self, patches: Tensor, grid: PatchGrid) -> Tensor:
+        """Levels [3, H, W] uint8 of the scaled image whose patches these are. `cut` gives the same patches again.
+
+        The patches of a token are adjacent: they are [rows, columns, side, side, 3, patch, patch] with `side` patches
+        along the sides of a token.
+        """
+        _, rows, columns = grid
+        side, size = self.processor.merge_size, self.processor.patch_size
+        split = patches.view(rows // side, columns // side, side, side, CHANNELS, size, size)
+        return split.permute(4, 0, 2, 5, 1, 3, 6).reshape(CHANNELS, rows * size, columns * size)
 
     @property
     def patch_width(self) -> int:
@@ -139,6 +155,17 @@ def expand_images(tokens: Sequence[int], image_token: int, counts: Sequence[int]
         )
     remaining = iter(counts)
     return [new for token in tokens for new in ([IMAGE_TOKEN] * next(remaining) if token == image_token else [token])]
+
+
+def collapse_images(tokens: Sequence[int], image_token: int, counts: Sequence[int]) -> list[int]:
+    """The inverse of `expand_images`: `tokens` with one `image_token` for each image of `counts` tokens."""
+    collapsed: list[int] = []
+    remaining, place = iter(counts), 0
+    while place < len(tokens):
+        is_image = tokens[place] == IMAGE_TOKEN
+        collapsed.append(image_token if is_image else tokens[place])
+        place += next(remaining) if is_image else 1
+    return collapsed
 
 
 def rope_positions(network: nn.Module, tokens: Sequence[int], grids: Sequence[PatchGrid], image_token: int) -> Tensor:

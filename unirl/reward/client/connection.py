@@ -10,6 +10,7 @@ import json
 import time
 from dataclasses import dataclass
 from typing import Literal, NoReturn, TypeVar
+from uuid import uuid4
 
 import msgspec
 
@@ -60,6 +61,8 @@ class ConnectionConfig:
     """Seconds without any score after which the service counts as unreachable (RewardError 6001)."""
     token_file: str | None = None
     """A file that holds the service's token."""
+    ca_file: str | None = None
+    """A PEM file with the certificates that are trusted for https. None: those of the system."""
     encoding: Literal["msgpack", "json"] = "msgpack"
     """Encoding of bodies. `json` is for services that do not understand msgpack."""
     compression: Literal["none", "gzip"] = "none"
@@ -96,6 +99,7 @@ class Connection(HttpClient):
             token=read_token(config.token_file),
             timeout_s=config.timeout,
             connections=config.concurrency + 1,
+            ca_file=config.ca_file,
         )
 
     def health(self, patience_s: float = 0.0) -> Health:
@@ -124,18 +128,24 @@ class Connection(HttpClient):
             RewardError: 6002 the service refuses the request.
         """
         body = encode(ScoreRequest(requests=items), self._content_type)
-        headers = {"Content-Type": self._content_type, "Accept": self._content_type}
+        request_id = uuid4().hex
+        headers = {"Content-Type": self._content_type, "Accept": self._content_type, "X-Request-Id": request_id}
         if self.config.compression == "gzip":
             body, headers["Content-Encoding"] = gzip.compress(body, compresslevel=1), "gzip"
-        response = self._read(ScoreResponse, self.request("POST", "/score", content=body, headers=headers))
+        reply = self.request("POST", "/score", content=body, headers=headers)
+        response = self._read(ScoreResponse, reply, f" (request {request_id})")
         if len(response.results) != len(items):
             raise RequestFailed(f"{len(response.results)} results for {len(items)} items")
         return response
 
-    def _read(self, kind: type[T], reply: Reply) -> T:
-        """Returns the message in a response. Raises the error for a response that is not a success."""
+    def _read(self, kind: type[T], reply: Reply, request: str = "") -> T:
+        """Returns the message in a response. Raises the error for a response that is not a success.
+
+        Args:
+            request: the id of the request in the service's log, for the message of a refusal.
+        """
         if reply.status != 200:
-            self._refuse(reply)
+            self._refuse(reply, request)
         try:
             if reply.content_type == JSON and self._content_type == JSON:
                 # The standard library reads NaN, which other services may send, so that an error can name the sample.
@@ -144,7 +154,7 @@ class Connection(HttpClient):
         except (msgspec.DecodeError, msgspec.ValidationError, ValueError, RecursionError) as error:
             raise RequestFailed(f"the response is not a {kind.__name__}: {error}") from error
 
-    def _refuse(self, reply: Reply) -> NoReturn:
+    def _refuse(self, reply: Reply, request: str) -> NoReturn:
         try:
             refusal = decode(Refusal, reply.body, JSON)
             message = f"{reply.status} {refusal.kind}: {refusal.detail}"
@@ -152,8 +162,8 @@ class Connection(HttpClient):
             message = f"{reply.status}: {reply.body[:200].decode(errors='replace')}"
         reply.raise_if_retryable(message, pause_s=1.0)
         raise (TooLarge if reply.status == 413 else RewardError)(
-            f"the reward service at {self.config.base_url} refuses: {message}. Correct the request, the token or "
-            f"the service, and try: unirl reward ping {self.config.base_url}"
+            f"the reward service at {self.config.base_url} refuses: {message}{request}. Correct the request, the token "
+            f"or the service, and try: unirl reward ping {self.config.base_url}"
         )
 
     def unreachable(self, attempts: int, seconds: float, last: object) -> RewardError:

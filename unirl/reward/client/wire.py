@@ -27,7 +27,13 @@ VIDEO_FORMATS = ("raw", "mp4", "webm")
 
 MAX_DEPTH = 16
 """Largest nesting depth of lists and mappings in metadata."""
+MAX_VALUES = 10_000
+"""Largest number of values in the metadata of an item, those in lists and mappings included."""
+MAX_METADATA_BYTES = 2**18
+"""Largest encoded metadata of an item."""
 MAX_INT = 2**63
+SHOWN = 200
+"""Largest number of characters of a key or a place that an error message shows."""
 
 T = TypeVar("T")
 
@@ -76,6 +82,11 @@ class Turn(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, 
             _check_format(self.video, "a video", VIDEO_FORMATS, "[F, H, W, 3]")
 
     @property
+    def texts(self) -> list[str]:
+        """The text and the media in base64."""
+        return [text for text in (self.text, self.image_b64, self.video_b64) if text is not None]
+
+    @property
     def has_image(self) -> bool:
         return self.image is not None or self.image_b64 is not None
 
@@ -91,10 +102,12 @@ def _check_format(media: MediaPayload, what: str, formats: Sequence[str], axes: 
 
 
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
+NO_METADATA = msgspec.Raw(b"\xc0")
+"""The metadata of an item that has none, in msgpack."""
 
 
-class ScoreItem(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
-    """One sample to score.
+class ItemContent(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """An item without its metadata.
 
     The last turn is scored. If it has an image or a video, its text is the prompt. Otherwise its text was generated and
     the turn before it is the prompt. The source of an edited image is in an earlier turn.
@@ -102,14 +115,12 @@ class ScoreItem(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=T
 
     history: Annotated[list[Turn], Meta(min_length=1, max_length=64)]
     required_rewards: Annotated[list[Name], Meta(min_length=1, max_length=64)]
-    metadata: dict[str, Any] | None = None
     request_id: Name | None = None
     """Is the same in all attempts to score this item. The service returns the scores of a known id without scoring."""
 
     def __post_init__(self) -> None:
         if len(set(self.required_rewards)) < len(self.required_rewards):
             raise ValueError(f"required_rewards names a reward twice: {self.required_rewards}")
-        check_plain(self.metadata, "metadata")
 
     @property
     def answer(self) -> Turn:
@@ -129,10 +140,33 @@ class ScoreItem(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=T
         return None if self.answer.has_image or self.answer.has_video else self.answer.text
 
 
+class ScoreItem(ItemContent, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """One sample to score."""
+
+    metadata: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        ItemContent.__post_init__(self)
+        check_plain(self.metadata, "metadata")
+
+
+class ReceivedItem(ItemContent, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """An item as a service reads it: the metadata stay encoded until `read_metadata` has checked their size."""
+
+    metadata: msgspec.Raw = NO_METADATA
+
+
 class ScoreRequest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     """The body of `POST /score`."""
 
     requests: Annotated[list[ScoreItem], Meta(min_length=1, max_length=4096)]
+    version: Literal[1] = 1
+
+
+class ReceivedRequest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """The body of `POST /score` as a service reads it."""
+
+    requests: Annotated[list[ReceivedItem], Meta(min_length=1, max_length=4096)]
     version: Literal[1] = 1
 
 
@@ -173,6 +207,12 @@ class Health(Struct, frozen=True, kw_only=True):
     """reward -> readiness of each of its replicas."""
 
 
+class Probe(Struct, frozen=True, kw_only=True):
+    """The body of a successful response to `GET /live` and `GET /ready`."""
+
+    status: Literal["live", "ready"]
+
+
 class Refusal(Struct, frozen=True, kw_only=True):
     """The body of every response that is not a success."""
 
@@ -201,21 +241,80 @@ class ItemError(Struct, frozen=True, array_like=True):
         return cls(kind, message) if colon and kind in get_args(Kind) else cls("failed", text)
 
 
-def check_plain(value: object, where: str, depth: int = MAX_DEPTH) -> None:
-    """Raises ValueError unless `value` is JSON: str, bool, None, 64-bit int, finite float, list, dict."""
-    if isinstance(value, Mapping | list):
-        if depth == 0:
-            raise ValueError(f"{where} is nested more than {MAX_DEPTH} levels deep")
-        for key, below in value.items() if isinstance(value, Mapping) else enumerate(value):
-            if isinstance(value, Mapping) and not isinstance(key, str):
-                raise ValueError(f"the key {key!r} is not a string")
-            check_plain(below, f"{where}[{key!r}]", depth - 1)
-    elif isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{where} is {value}: only finite numbers are JSON")
-    elif isinstance(value, int) and not -MAX_INT <= value < MAX_INT:
-        raise ValueError(f"{where} is an integer beyond 64 bits")
-    elif not isinstance(value, str | bool | int | float | None):
-        raise ValueError(f"{where} is a {type(value).__name__}, which JSON does not have")
+NO_VALUES: dict[Any, object] = {}
+Place = tuple["Place | None", object]
+"""A place inside of metadata: the place around it, and its key or index there."""
+
+
+def check_plain(value: object, where: str) -> None:
+    """Raises ValueError unless `value` is small JSON: str, bool, None, 64-bit int, finite float, list, dict.
+
+    The time is linear in the number of values, of which at most MAX_VALUES are visited.
+    """
+    if type(value) is dict and len(value) <= MAX_VALUES and {*map(type, value), *map(type, value.values())} == {str}:
+        return  # most metadata
+    level: list[tuple[object, Place]] = [(value, (None, where))]
+    visited = 0
+    for _ in range(MAX_DEPTH + 1):
+        below: list[tuple[object, Place]] = []
+        for each, place in level:
+            inner = _inside(each, place)
+            if not inner:
+                continue
+            visited += len(inner)
+            if visited > MAX_VALUES:
+                raise ValueError(f"{where} has more than {MAX_VALUES} values: send less")
+            below += ((inside, (place, key)) for key, inside in inner.items())
+        if not below:
+            return
+        level = below
+    raise ValueError(f"{where} is nested more than {MAX_DEPTH} levels deep")
+
+
+def _inside(value: object, place: Place) -> Mapping[Any, object]:
+    """Returns the values inside of a list or mapping, by index or key; none for other JSON. Raises ValueError."""
+    if value is None or isinstance(value, (str, bool)):
+        return NO_VALUES
+    if isinstance(value, (dict, Mapping)):
+        for key in value:
+            if not isinstance(key, str):
+                raise ValueError(f"{_shown(place)} has the key {str(key)[:SHOWN]}, which is not a string")
+        return value
+    if isinstance(value, list):
+        return dict(enumerate(value))
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{_shown(place)} is {value}: only finite numbers are JSON")
+    if isinstance(value, int) and not -MAX_INT <= value < MAX_INT:
+        raise ValueError(f"{_shown(place)} is an integer beyond 64 bits")
+    if not isinstance(value, (int, float)):
+        raise ValueError(f"{_shown(place)} is a {type(value).__name__}, which JSON does not have")
+    return NO_VALUES
+
+
+def _shown(place: Place) -> str:
+    """Returns a place as text, at most MAX_DEPTH keys of SHOWN characters each."""
+    around, key = place
+    return str(key) if around is None else f"{_shown(around)}[{repr(key)[:SHOWN]}]"
+
+
+def read_metadata(raw: msgspec.Raw, content_type: str, where: str) -> dict[str, Any] | None:
+    """Returns the metadata of a received item.
+
+    Raises:
+        msgspec.ValidationError: they are too large, too deep or not plain JSON; the message names the place.
+    """
+    data = memoryview(raw)
+    if len(data) > MAX_METADATA_BYTES:
+        raise msgspec.ValidationError(
+            f"metadata has {len(data)} bytes: at most {MAX_METADATA_BYTES} are read - at `{where}`"
+        )
+    kind: Any = dict[str, Any] | None
+    try:
+        value: dict[str, Any] | None = decode(kind, data, content_type)
+        check_plain(value, "metadata")
+    except ValueError as error:
+        raise msgspec.ValidationError(f"{error} - at `{where}`") from error
+    return value
 
 
 def encode(value: Struct, content_type: str = MSGPACK) -> bytes:
@@ -223,7 +322,7 @@ def encode(value: Struct, content_type: str = MSGPACK) -> bytes:
     return msgspec.msgpack.encode(value) if content_type == MSGPACK else msgspec.json.encode(value)
 
 
-def decode(kind: type[T], body: bytes | memoryview, content_type: str = MSGPACK) -> T:
+def decode(kind: type[T], body: bytes | bytearray | memoryview, content_type: str = MSGPACK) -> T:
     """Returns the message in `body`.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -68,6 +69,20 @@ def rows_per_forward(rows: RowsPerForward, pipeline: Pipeline, req: RolloutReq) 
         return ROWS_AT_ONCE
     samplings, dtype_bytes = [track.sampling for track in req.tracks.values()], pipeline.stage.autocast_dtype.itemsize
     return min(pipeline.facts.of(sampling).rows_at_once(sampling, dtype_bytes) for sampling in samplings)
+
+
+@dataclass(frozen=True)
+class EngineUse:
+    """The parts of a recipe outside of the block `rollout` that an engine with a server depends on."""
+
+    num_devices: int
+    """The number of devices that sample. The engine runs once on each of them."""
+    adapter_alpha: float | None
+    """The setting backend.lora_cfg.alpha if adapters are sent. None: whole weights are."""
+    model_path: str | None
+    """The setting bundle.path. None: the bundle has none."""
+    num_weights: int
+    """The number of different weights that the run samples from, one after the other."""
 
 
 class DedicatedEngine(RolloutEngine):
@@ -160,11 +175,11 @@ class DedicatedEngine(RolloutEngine):
                 "push them first"
             )
         with torch.no_grad():
-            return sampled_from(self.held[0], self.sample(req))
+            return self.sample(req)
 
     @abstractmethod
     def sample(self, req: RolloutReq) -> RolloutResp:
-        """Sample from the present weights."""
+        """Sample from the present weights. Every row has their version."""
 
     @broadcast
     def sleep(self) -> None:

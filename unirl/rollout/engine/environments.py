@@ -85,16 +85,6 @@ class EngineEnvironment:
             f"{self.name}. Or name the Python of an environment that has it: rollout.python_executable=ENV/bin/python"
         )
 
-    def check_start(self, settings: Mapping[str, object]) -> None:
-        """Raises DependencyError (3001) if the engine is to start a server, and no Python for it is here.
-
-        Args:
-            settings: the block `rollout`, with its defaults.
-        """
-        if settings["url"] is None and settings["program"] != "fake":
-            python = settings["python_executable"]
-            self.python_for(None if python is None else str(python))
-
     def install_commands(self, base_python: str, uv: str | None) -> list[list[str]]:
         """The commands that make the environment.
 
@@ -118,6 +108,7 @@ ENVIRONMENTS: Mapping[str, EngineEnvironment] = {
     each.name: each
     for each in (
         EngineEnvironment("sglang", "sglang", "sglang", "0.5.23"),
+        EngineEnvironment("vllm", "vllm", "vllm", "0.33.0"),
         EngineEnvironment("vllm_omni", "vllm-omni", "vllm_omni", "0.30.0"),
     )
 }

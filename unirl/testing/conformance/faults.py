@@ -21,7 +21,16 @@ TOKENS: Mapping[str, str] = {
     "swap-rows": "exchanges the tokens of responses to two prompts",
     "nan-logp": "reports no finite log-prob for the first token of a response",
     "fewer-tokens": "leaves out the last token of a response",
+    "other-image-size": "scales the images of prompts to another size",
+    "other-colours": "reads the colours of the images of prompts in another order",
     "version-skew": "samples the last token of a response from weights of another name",
+}
+OPENAI: Mapping[str, str] = {
+    "text-only": "answers with texts, without token ids",
+    "no-logprobs": "reports no log-probs",
+    "fewer-rows": "answers with no response",
+    "other-name": "answers with another model than the one that was asked",
+    "no-dev-mode": "has no endpoints for weights and sleep",
 }
 LATENTS: Mapping[str, str] = {
     "other-sigmas": "samples at the noise levels of another schedule, and reports them",
@@ -35,6 +44,7 @@ LATENTS: Mapping[str, str] = {
 }
 FAULTS: Mapping[str, Mapping[str, str]] = {
     "sglang_llm": {**COMMON, **TOKENS},
+    "openai": {**COMMON, **TOKENS, **OPENAI},
     "sglang": {**COMMON, **LATENTS},
     "vllm_omni": {**COMMON, **LATENTS},
 }

@@ -38,10 +38,10 @@ def json_server(port: int, routes: Routes) -> WireServer:
     return wire_server(port, named, NOT_FOUND.on_the_wire())
 
 
-def decoding(handler: JsonHandler) -> Callable[[bytes], WireReply]:
+def decoding(handler: JsonHandler) -> Callable[[memoryview], WireReply]:
     """The handler of a body of bytes. One that is no JSON is answered with 400."""
 
-    def answer(content: bytes) -> WireReply:
+    def answer(content: memoryview) -> WireReply:
         try:
             body = msgspec.json.decode(content) if content else {}
         except msgspec.DecodeError as error:

@@ -109,7 +109,7 @@ class LatentModel:
 
     def unequal(self, hashes: Mapping[str, str]) -> tuple[list[str], list[str]]:
         """The names of `hashes` that are no parameters, and those of parameters with another hash."""
-        parameters = self.parameters()
+        parameters, _ = self.family.joined(self.parameters())
         missing = sorted(name for name in hashes if name not in parameters)
         present = [name for name in hashes if name in parameters]
         return missing, sorted(name for name in present if tensor_hash(parameters[name].data) != hashes[name])

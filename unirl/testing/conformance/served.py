@@ -15,6 +15,7 @@ from unirl.types.protocols import DtypeName
 
 RECIPES: Mapping[str, str] = {
     "sglang_llm": "llm/quickstart",
+    "openai": "llm/quickstart",
     "sglang": "diffusion/sd3_trainside",
     "vllm_omni": "diffusion/sd3_trainside",
 }

@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -74,6 +75,7 @@ class FakeSGLangDiffusion:
         posts: Mapping[str, Callable[[Body], JsonReply]] = {
             "/rollout/generate": self.generate,
             "/update_weights_from_tensor": self.update_weights_from_tensor,
+            "/update_weights_from_disk": self.update_weights_from_disk,
             "/update_weights_from_tensor_checker": self.update_weights_from_tensor_checker,
             "/get_weights_checksum": self.get_weights_checksum,
             "/release_memory_occupation": self.release_memory_occupation,
@@ -123,6 +125,8 @@ class FakeSGLangDiffusion:
         name, num_steps = body.get("rollout_sde_type", "sde"), int(body["num_inference_steps"])
         if name != "ode" and name not in KERNEL_CLASSES:
             raise RequestRefused(400, f"Invalid sampling params: unsupported rollout_sde_type {name!r}")
+        if "max_sequence_length" in extra:
+            extra = {"max_sequence_length": extra["max_sequence_length"] - self.model.family.extra_tokens}
         chosen = body.get("rollout_sde_step_indices")
         steps = () if name == "ode" else tuple(range(num_steps) if chosen is None else chosen)
         eta = float(body.get("rollout_noise_level", 0.7)) * (2 if self.fault == "other-noise-scale" else 1)
@@ -172,21 +176,41 @@ class FakeSGLangDiffusion:
         [module] = body.get("target_modules") or [MODULE]
         if module != MODULE:
             return outcome(False, f"Module(s) requested for update not found in pipeline: ['{module}'].")
-        tensors = tensors_in(body["serialized_named_tensors"][0])
-        if self.fault == "wrong-dtype":
-            tensors = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
-        is_stale = self.fault == "stale-weights" and self.num_updates > 0
+        tensors = self._with_faults(tensors_in(body["serialized_named_tensors"][0]))
+        if body.get("weight_update_mode") != "lora_merge":
+            self._store(tensors)
+            return outcome(True, f"Updated 1 modules from tensor ({module}).")
+        count = len({name.partition(".lora_")[0] for name in tensors})
         with self.lock:
-            if body.get("weight_update_mode") != "lora_merge":
-                self.model.store({} if is_stale else tensors)
-                self.num_updates += 1
-                return outcome(True, f"Updated 1 modules from tensor ({module}).")
-            layers = sorted({name.partition(".lora_")[0] for name in tensors})
-            if not is_stale:
+            if not self._is_stale:
                 self.model.load_adapter(tensors, body["lora_rank"], body["lora_alpha"])
             self.num_updates += 1
-        count = len(layers)
         return outcome(True, f"Updated {count} LoRA layers in {module} from IPC tensors (skipped 0 unknown layers).")
+
+    def update_weights_from_disk(self, body: Body) -> JsonReply:
+        from safetensors.torch import load_file
+
+        [module] = body["target_modules"]
+        files = sorted((Path(body["model_path"]) / module).glob("*.safetensors"))
+        if not files:
+            return outcome(False, f"Cannot update weights: missing weight files for modules: ['{module}'].")
+        for file in files:
+            self._store(self._with_faults(load_file(file)))
+        return outcome(True, f"Updated 1 modules ({module}).")
+
+    def _with_faults(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        if self.fault == "wrong-dtype":
+            return {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
+        return tensors
+
+    @property
+    def _is_stale(self) -> bool:
+        return self.fault == "stale-weights" and self.num_updates > 0
+
+    def _store(self, tensors: Mapping[str, Tensor]) -> None:
+        with self.lock:
+            self.model.store({} if self._is_stale else tensors)
+            self.num_updates += 1
 
     def update_weights_from_tensor_checker(self, body: Body) -> JsonReply:
         hashes = body["expected_named_tensors_sha256"]

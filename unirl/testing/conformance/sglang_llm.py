@@ -1,7 +1,7 @@
 """A fake SGLang server (SRT 0.5.23): the same HTTP messages as the real one, with a small model of UniRL behind them.
 
 It runs on a CPU without sglang. It takes over weights and adapters, and samples with a seed per row as the real server
-does with --enable-deterministic-inference. It neither streams nor decodes images. tests/rollout/test_sglang_llm.py
+does with --enable-deterministic-inference. It does not stream. tests/rollout/test_sglang_llm.py
 compares its messages with recorded ones.
 """
 
@@ -22,14 +22,16 @@ from typing import Any
 
 from torch import Tensor
 
-from unirl.models.language.bundle import LanguageBundle
+from unirl.models.language.pipeline import TextPipeline
 from unirl.models.language.policy import tempered
 from unirl.rollout.engine.vllm_omni.program.listener import WireServer
 from unirl.testing.conformance.http_server import JsonReply, Routes, json_server
 from unirl.testing.conformance.payloads import tensors_in
+from unirl.testing.conformance.prompt_images import REPAINTS, images_in
 from unirl.testing.conformance.served import ServedModel
 from unirl.testing.conformance.token_model import TokenModel
 from unirl.testing.conformance.token_scheduler import DecodedRow, TokenScheduler
+from unirl.types.conditions import Conditions
 from unirl.types.sampling import ARSamplingParams
 
 VERSION = "0.5.23"
@@ -76,15 +78,18 @@ class FakeSGLang:
         """The names of adapters."""
         self.has_session = False
         self.num_updates = 0
+        self.keeps_cache = True
+        """Running requests keep their keys and values during a pause. False: they compute them again afterwards."""
         self.is_asleep = False
         self.stored: dict[str, Tensor] = {}
         """The weights while it sleeps."""
         self.counter = itertools.count(1)
         self.exchange = RowExchange()
+        self.repaint = REPAINTS.get(fault, bytes)
         if fault == "other-model":
             self.scheduler.bend = lambda logits: logits.roll(1, dims=1)
         if fault == "other-temperature":
-            self.scheduler.log_probs = lambda logits, temperature: tempered(logits, 2 * (temperature or 1.0))
+            self.scheduler.log_probs = lambda logits, params: tempered(logits, 2 * (params.temperature or 1.0))
 
     def routes(self) -> Routes:
         """The paths that it answers."""
@@ -121,7 +126,7 @@ class FakeSGLang:
         if self.fault == "slow":
             time.sleep(SLOW_S)
         prompts, is_batch = prompts_in(body)
-        rows = self._rows(body, prompts)
+        rows = self._rows(body, prompts, images_in(body, len(prompts), is_batch))
         if self.fault == "die" and number == DIES_AT:
             threading.Timer(0.002, os.kill, (os.getpid(), signal.SIGKILL)).start()
         began = time.time()
@@ -134,7 +139,9 @@ class FakeSGLang:
         cut = 0.5 if self.fault == "half-answer" and number % EVERY == 0 else None
         return JsonReply(200, answers if is_batch else answers[0], cut)
 
-    def _rows(self, body: Body, prompts: Sequence[Sequence[int]]) -> list[DecodedRow]:
+    def _rows(
+        self, body: Body, prompts: Sequence[Sequence[int]], images: Sequence[Sequence[bytes]]
+    ) -> list[DecodedRow]:
         """The rows of a request. Raises Refused as the real server does."""
         count = len(prompts)
         rids = spread(body.get("rid"), count) or [uuid.uuid4().hex for _ in prompts]
@@ -151,12 +158,21 @@ class FakeSGLang:
         given = body.get("sampling_params") or {}
         settings = given if isinstance(given, list) else [given] * count
         scored = body.get("token_ids_logprob") or ()
-        return [self._row(*each, scored) for each in zip(rids, prompts, settings, adapters, strict=True)]
+        read = [self._read(*each) for each in zip(prompts, images, strict=True)]
+        return [self._row(*each, scored) for each in zip(rids, read, settings, adapters, strict=True)]
+
+    def _read(self, tokens: Sequence[int], images: Sequence[bytes]) -> Conditions:
+        """The conditions of a prompt. Raises Refused if its placeholders and images do not match."""
+        try:
+            return self.model.pipeline.from_plain(tokens, [self.repaint(image) for image in images])
+        except ValueError as error:
+            raise Refused(str(error)) from error
 
     def _row(
-        self, rid: str, prompt: Sequence[int], given: Body, adapter: str | None, scored: Sequence[int]
+        self, rid: str, conditions: Conditions, given: Body, adapter: str | None, scored: Sequence[int]
     ) -> DecodedRow:
         facts = self.model.bundle.facts
+        [prompt] = [plain.expanded for plain in self.model.pipeline.plain_prompts(conditions)]
         context = self.arguments.context_length or facts.context_length
         if len(prompt) >= context:
             raise Refused(
@@ -178,7 +194,7 @@ class FakeSGLang:
         if not self.arguments.enable_deterministic_inference or self.fault == "ignore-seeds":
             seed = None
         ends = (*self.model.bundle.codec.ends, *given.get("stop_token_ids", ()))
-        return DecodedRow(rid, prompt, params, ends, seed, adapter, scored)
+        return DecodedRow(rid, prompt, conditions, params, ends, seed, adapter, scored)
 
     def _answer(self, row: DecodedRow, body: Body, seconds: float) -> Body:
         """The JSON of one response."""
@@ -231,6 +247,7 @@ class FakeSGLang:
         if mode not in ("abort", "retract", "in_place"):
             return JsonReply(400, {"object": "error", "message": "Input should be 'abort', 'retract' or 'in_place'"})
         self.scheduler.pause(True)
+        self.keeps_cache = mode == "in_place"
         if mode == "abort":
             self.scheduler.abort(None)
         return JsonReply(200, {"message": "Generation paused successfully.", "status": "ok"})
@@ -268,7 +285,7 @@ class FakeSGLang:
             if self.fault != "stale-weights" or self.num_updates == 1:
                 for name, tensor in tensors_in(body["serialized_named_tensors"][0]).items():
                     self.model.store(name, tensor.bfloat16() if self.fault == "wrong-dtype" else tensor)
-            if body.get("flush_cache", True) and self.scheduler.running:
+            if body.get("flush_cache", True) and self.scheduler.running and self.keeps_cache:
                 return outcome(
                     False,
                     "Weights were updated, but the cache was not flushed because requests are still running or queued. "
@@ -291,7 +308,7 @@ class FakeSGLang:
         if body.get("action", "checksum") != "checksum":
             raise Refused(f"Unsupported action={body['action']!r}")
         with self.scheduler.between_requests():
-            checksums = self.model.checksums()
+            checksums = {name: digest[:16] for name, digest in self.model.checksums().items()}
         whole = hashlib.sha256("".join(f"{name}{checksums[name]}" for name in sorted(checksums)).encode()).hexdigest()
         place = {"role": "target", **dict.fromkeys(("tp_rank", "dp_rank", "pp_rank", "rank"), 0)}
         place |= dict.fromkeys(("tp_size", "dp_size", "pp_size", "size"), 1)
@@ -482,8 +499,8 @@ def fake_sglang(model: ServedModel, port: int, words: Sequence[str], fault: str 
         words: arguments of the real server.
         fault: a name of `FAULTS`.
     """
-    bundle = model.load().bundle
-    assert isinstance(bundle, LanguageBundle), f"{model.bundle} is no language model"
-    name = str(bundle.dtype).removeprefix("torch.")
-    fake = FakeSGLang(TokenModel(bundle), model.path, name, parsed(words), fault)
+    pipeline = model.load()
+    assert isinstance(pipeline, TextPipeline), f"{model.pipeline} is no language model"
+    name = str(pipeline.bundle.dtype).removeprefix("torch.")
+    fake = FakeSGLang(TokenModel(pipeline), model.path, name, parsed(words), fault)
     return json_server(port, fake.routes())

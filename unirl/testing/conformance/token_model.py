@@ -10,20 +10,25 @@ import torch
 from torch import Tensor
 
 from unirl.models.language.bundle import LanguageBundle
-from unirl.models.language.packing import prompt_tokens
+from unirl.models.language.packing import expand_positions, prompts_of
+from unirl.models.language.pipeline import TextPipeline
 from unirl.models.loading.lora import inject_lora
+from unirl.types.conditions import Conditions, PromptTokens
 from unirl.types.facts import LoraSpec
 
 ROWS_PER_FORWARD = 64
+Row = tuple[Conditions, Sequence[int]]
+"""The conditions of one prompt, and the tokens after it."""
 
 
 class TokenModel:
     """One network. It is not for several threads at once."""
 
-    def __init__(self, bundle: LanguageBundle) -> None:
-        self.bundle = bundle
-        self.stage = bundle.stage()
-        self.network: Any = bundle.trainable().eval().requires_grad_(False)
+    def __init__(self, pipeline: TextPipeline[Any]) -> None:
+        self.pipeline = pipeline
+        self.bundle: LanguageBundle = pipeline.bundle
+        self.stage = pipeline.stage
+        self.network: Any = self.bundle.trainable().eval().requires_grad_(False)
         self.parameters = dict(self.network.named_parameters())
         self.adapters: dict[str, Mapping[str, Tensor]] = {}
         """Name to the tensors of an adapter, by the names of the network."""
@@ -32,11 +37,11 @@ class TokenModel:
         self.active: str | None = None
 
     @torch.no_grad()
-    def logits(self, rows: Sequence[Sequence[int]], adapter: str | None) -> Tensor:
+    def logits(self, rows: Sequence[Row], adapter: str | None) -> Tensor:
         """[B, V] fp32 of the token after each row."""
         self._activate(adapter)
         parts = [rows[start : start + ROWS_PER_FORWARD] for start in range(0, len(rows), ROWS_PER_FORWARD)]
-        return torch.cat([self.stage.canary(prompt_tokens(part)).values.float() for part in parts])
+        return torch.cat([self.stage.next_logits(continued(part)).float() for part in parts])
 
     # Weights
 
@@ -52,9 +57,9 @@ class TokenModel:
             parameter.data.fill_(0.123)
 
     def checksums(self) -> dict[str, str]:
-        """The first 16 digits of the SHA-256 of every tensor as SGLang stores it.
+        """The SHA-256 of every tensor as SGLang and vLLM store it.
 
-        It joins layers, and pads the vocabulary with zeros to a multiple of 64 tokens.
+        They join layers, and pad the vocabulary with zeros to a multiple of 64 tokens.
         """
         joined: dict[str, list[Tensor]] = {}
         for name, parameter in self.parameters.items():
@@ -84,6 +89,28 @@ class TokenModel:
         self.active = name
 
 
+def continued(rows: Sequence[Row]) -> Conditions:
+    """The conditions of prompts that end with the tokens after them."""
+    prompts = [longer(prompts_of(conditions), tokens) for conditions, tokens in rows]
+    others = {
+        name: type(first).concat([conditions[name] for conditions, _ in rows])
+        for name, first in rows[0][0].items()
+        if name != "prompt"
+    }
+    return {"prompt": PromptTokens.concat(prompts), **others}
+
+
+def longer(prompt: PromptTokens, tokens: Sequence[int]) -> PromptTokens:
+    """One prompt, followed by tokens of a response."""
+    places = expand_positions(prompt.next_position + torch.arange(len(tokens)), prompt.positions)
+    return PromptTokens(
+        tokens=torch.cat([prompt.tokens, torch.tensor(tokens, dtype=torch.int64)]),
+        positions=torch.cat([prompt.positions, places]),
+        next_position=prompt.next_position + len(tokens),
+        offsets=torch.tensor([0, len(prompt.tokens) + len(tokens)]),
+    )
+
+
 def adapter_parameter(name: str) -> str:
     """The parameter of a network with adapters for a tensor `LAYER.lora_A.weight` or `LAYER.lora_B.weight`."""
     return f"{name.removesuffix('.weight')}.default.weight"
@@ -97,5 +124,5 @@ def joined_name(name: str) -> str:
 
 
 def digest(tensor: Tensor) -> str:
-    """The first 16 digits of the SHA-256 of a tensor's bytes."""
-    return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()[:16]
+    """The SHA-256 of a tensor's bytes."""
+    return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()

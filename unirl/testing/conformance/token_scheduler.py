@@ -15,6 +15,7 @@ from unirl.models.language.policy import tempered
 from unirl.models.language.sampling import sample_tokens
 from unirl.sde.noise import NoiseSource
 from unirl.testing.conformance.token_model import TokenModel
+from unirl.types.conditions import Conditions
 from unirl.types.sampling import ARSamplingParams
 
 YIELD_S = 0.0005
@@ -27,6 +28,9 @@ class DecodedRow:
 
     rid: str
     prompt: Sequence[int]
+    """With one placeholder for each token of an image."""
+    conditions: Conditions
+    """The prompt for the network."""
     params: ARSamplingParams
     ends: Sequence[int]
     seed: int | None
@@ -60,6 +64,11 @@ class DecodedRow:
             self.ending = "length"
 
 
+def of_all_tokens(logits: Tensor, params: ARSamplingParams) -> Tensor:
+    """Log-probs [B, V] of the tempered distribution, before top_k and top_p."""
+    return tempered(logits, params.temperature)
+
+
 class TokenScheduler:
     """Samples the next token of all requests in one forward, in a thread of its own."""
 
@@ -70,15 +79,16 @@ class TokenScheduler:
         self.is_paused = False
         self.bend: Callable[[Tensor], Tensor] = lambda logits: logits
         """Changes the logits, for a fault."""
-        self.log_probs: Callable[[Tensor, float], Tensor] = tempered
-        """Computes the log-probs that are reported, from logits [B, V] and a temperature."""
+        self.log_probs: Callable[[Tensor, ARSamplingParams], Tensor] = of_all_tokens
+        """Computes the log-probs that are reported, from logits [B, V] and the settings of the response."""
         self.running: list[DecodedRow] = []
         self.changed = threading.Condition()
         threading.Thread(target=self._run, name="scheduler", daemon=True).start()
 
     def complete(self, rows: Sequence[DecodedRow]) -> None:
-        """Sample the responses. Returns when all are done."""
+        """Sample the responses. Returns when all are done. During a pause, new ones wait."""
         with self.changed:
+            self.changed.wait_for(lambda: not self.is_paused)
             self.running += rows
             self.changed.notify_all()
         for row in rows:
@@ -118,7 +128,7 @@ class TokenScheduler:
                     self._step([row for row in self.running if row.adapter == adapter], adapter)
 
     def _step(self, rows: Sequence[DecodedRow], adapter: str | None) -> None:
-        logits = self.bend(self.model.logits([[*row.prompt, *row.tokens] for row in rows], adapter))
+        logits = self.bend(self.model.logits([(row.conditions, row.tokens) for row in rows], adapter))
         for row, own in zip(rows, logits.split(1), strict=True):
             self._sample(row, own)
         for row in rows:
@@ -132,7 +142,7 @@ class TokenScheduler:
             logits[:, list(row.ends)] = -torch.inf
         uniform = row.uniforms[len(row.tokens)][None]
         token = int(sample_tokens(tempered(logits, row.params.temperature), uniform, row.params))
-        reported = self.log_probs(logits, row.params.temperature)[0]
+        reported = self.log_probs(logits, row.params)[0]
         row.append(token, float(reported[token]), reported[list(row.scored)].tolist(), self.version)
 
     def _end(self, row: DecodedRow, ending: str) -> None:

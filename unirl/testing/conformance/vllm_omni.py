@@ -12,7 +12,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -76,7 +76,7 @@ class FakeOmni:
             time.sleep(SLOW_S)
         if self.fault == "die" and number == DIES_AT:
             threading.Timer(0.002, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        told = {"id": order["id"], "prompt": order["prompt"], "guidance_scale": repr(float(order["guidance_scale"]))}
+        told = {"id": order["id"], "prompt": order["prompt"]}
         told["weights"] = "of-another-run" if self.fault == "version-skew" and number >= CHANGES_AT else self.name
         with self.lock:
             tensors = self._sampled(order)
@@ -98,9 +98,11 @@ class FakeOmni:
         scheduler = RecordingScheduler({}, schedule, draws, CPU)
         conditions = pipeline.encode([order["prompt"]], params)
         guidance = pipeline.facts.guidance_of(params)
+        told = pipeline.facts.guidance_of(self._asked(order))
         for sigma in schedule.sigmas[:-1]:
-            timestep = scheduler.exact_timestep(torch.tensor([1000 * sigma]))
-            level = timestep / 1000
+            timestep = scheduler.exact_timestep(torch.tensor([sigma]) * schedule.timestep_scale)
+            scheduler.note_guidance(told.scale_at(sigma))
+            level = timestep / schedule.timestep_scale
             velocity = self.model.sign * pipeline.stage.velocity(scheduler.x, level, conditions, guidance)
             scheduler.step(velocity, timestep, scheduler.x)
         recording = scheduler.recording()
@@ -108,6 +110,7 @@ class FakeOmni:
             "latents": recording.latents[0],
             "logp": recording.logp[0],
             "timesteps": recording.timesteps,
+            "guidance_scales": recording.guidance_scales,
             "sigmas": recording.sigmas,
         }
 
@@ -125,13 +128,19 @@ class FakeOmni:
         return schedule
 
     def _params(self, order: Body) -> DiffusionSamplingParams:
+        """The settings of a request, or others if it is to make a mistake."""
+        asked = self._asked(order)
+        return asked if self.fault != "other-guidance" else replace(asked, guidance_scale=1.0, guidance_scale_2=None)
+
+    def _asked(self, order: Body) -> DiffusionSamplingParams:
         return DiffusionSamplingParams(
             kernel=EulerODE(),
             num_inference_steps=len(order["steps"]),
             height=order["height"],
             width=order["width"],
             num_frames=order["num_frames"],
-            guidance_scale=1.0 if self.fault == "other-guidance" else order["guidance_scale"],
+            guidance_scale=order["guidance_scale"],
+            guidance_scale_2=order["guidance_scale_2"],
             negative_prompt=order["negative_prompt"],
             max_sequence_length=order["max_sequence_length"],
         )
@@ -144,24 +153,30 @@ class FakeOmni:
     def open_buffer(self, handle: Mapping[str, Any]) -> None:
         self.reader.open_buffer(handle)
 
-    def bucket(self, bucket: Mapping[str, Any], body: bytes) -> None:
-        tensors = {name: tensor.clone() for name, tensor in self.reader.tensors(bucket, body).items()}
-        if self.adapter is None:
-            unknown = sorted(set(tensors) - set(self.model.parameters()))
-            if unknown:
-                raise KeyError(f"{type(self.model.network).__name__} has no parameter for {unknown[0]}")
-        self.received |= tensors
+    def bucket(self, bucket: Mapping[str, Any], body: memoryview) -> None:
+        tensors = self.reader.tensors(bucket, body)
+        if self.fault == "wrong-dtype":
+            tensors = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
+        if self.adapter is not None:
+            self.received |= {name: tensor.clone() for name, tensor in tensors.items()}
+            return
+        parameters = self.model.parameters()
+        unknown = sorted(set(tensors) - set(parameters))
+        if unknown:
+            raise KeyError(f"{type(self.model.network).__name__} has no parameter for {unknown[0]}")
+        self.received |= {name: parameters[name] for name in tensors}
+        if not self._is_stale:
+            with self.lock:
+                self.model.store(tensors)
+
+    @property
+    def _is_stale(self) -> bool:
+        return self.fault == "stale-weights" and self.num_transfers > 0
 
     def end(self) -> Mapping[str, Fingerprint]:
-        is_stale = self.fault == "stale-weights" and self.num_transfers > 0
-        received = self.received
-        if self.fault == "wrong-dtype":
-            received = {name: tensor.to(torch.bfloat16) for name, tensor in received.items()}
-        with self.lock:
-            if not is_stale and self.adapter is not None:
-                self.model.load_adapter(received, self.adapter["r"], self.adapter["lora_alpha"])
-            elif not is_stale:
-                self.model.store(received)
+        if self.adapter is not None and not self._is_stale:
+            with self.lock:
+                self.model.load_adapter(self.received, self.adapter["r"], self.adapter["lora_alpha"])
         self.num_transfers += 1
         self.name = self.next_name
         return self.held()
@@ -186,7 +201,7 @@ def broken(handler: Handler, fault: str | None) -> Handler:
     cut = {"half-answer": 0.5, "close": 0.0}.get(fault or "")
     counter = itertools.count(1)
 
-    def answer(body: bytes) -> WireReply:
+    def answer(body: memoryview) -> WireReply:
         reply = handler(body)
         return replace(reply, cut=cut) if cut is not None and next(counter) % EVERY == 0 else reply
 
@@ -202,6 +217,5 @@ def fake_vllm_omni(model: ServedModel, port: int, words: Sequence[str], fault: s
     """
     fake = FakeOmni(latent_model(model), model.path, fault)
     routes = dict(Wire(fake).routes())
-    sample: Callable[[bytes], WireReply] = routes["POST", "/sample"]
-    routes["POST", "/sample"] = broken(sample, fault)
+    routes["POST", "/sample"] = broken(routes["POST", "/sample"], fault)
     return wire_server(port, routes)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from unirl.config.errors import ConfigError, InvalidValueError
 from unirl.distributed.group.dispatch import broadcast, rank0
 from unirl.distributed.weight_sync.base import Payload
+from unirl.train.backend.health import NonFinite
 from unirl.types.facts import LoraSpec
 
 
@@ -218,8 +219,28 @@ class TrainBackend(ABC):
 
     @broadcast
     @abstractmethod
-    def save(self, directory: str) -> None:
-        """Write the state that training changes: trainable weights, optimizer, snapshots and counters."""
+    def nonfinite(self) -> tuple[NonFinite, ...]:
+        """The tensors that `save` would write with NaN or infinite elements, the same on all ranks. A collective."""
+
+    @broadcast
+    @abstractmethod
+    def save(self, directory: str, in_background: bool = False) -> None:
+        """Write the state that training changes: trainable weights, optimizer, snapshots and counters.
+
+        Args:
+            in_background: return when the state is copied to main memory. Every file that is written later gets a
+                receipt when it is whole (unirl/train/backend/manifest.py), and `finish_save` reports failures. At most
+                one such save is under way: the next one waits for it.
+        """
+
+    @broadcast
+    @abstractmethod
+    def finish_save(self, wait: bool) -> None:
+        """Raise the exception of a save in the background that failed.
+
+        Args:
+            wait: wait for the end of a save that is under way. False: return at once.
+        """
 
     @broadcast
     @abstractmethod

@@ -14,13 +14,13 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from unirl.config.errors import CheckpointError, StorageError
-from unirl.train.backend.manifest import DamagedManifest, fsync, link_sealed, problems, read_manifest, seal
+from unirl.train.backend.manifest import MANIFEST, DamagedManifest, fsync, link_sealed, problems, read_manifest, seal
 
 FINAL = "checkpoint-final"
 LATEST = "LATEST"
@@ -63,19 +63,35 @@ class ResumePoint:
 class CheckpointStore:
     """The `checkpoints` folder of one run. Any number of processes may read.
 
-    Only one process may save: `RunDirectory` refuses a second writer of a run.
+    Only one process may save: `RunDirectory` refuses a second writer of a run. One that was paused while another
+    process took the run over cannot publish either. It is refused by `check_writer`, or, if it was paused after that
+    check, by the rename of its staging folder, which the other process has removed.
     """
 
-    def __init__(self, directory: str | Path, *, keep: int = 3) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        keep: int = 3,
+        keep_every: int = 0,
+        key: bytes | None = None,
+        check_writer: Callable[[], None] = lambda: None,
+    ) -> None:
         """
         Args:
             keep: number of numbered checkpoints that remain after a save (0 keeps all). `checkpoint-final` does not
                 count. It is removed when a later checkpoint is saved, because the run then continues beyond it.
+            keep_every: checkpoints of steps that this divides remain, too, and do not count. 0: there are none.
+            key: signs the manifests that are written. Only checkpoints that it signed are valid to resume from.
+            check_writer: raises if this process may no longer write. Called before anything is published or removed.
         """
         if keep < 0:
             raise ValueError(f"keep must be >= 0 (0 keeps all), got {keep}")
         self.directory = Path(directory)
         self.keep = keep
+        self.keep_every = keep_every
+        self.key = key
+        self.check_writer = check_writer
 
     @contextmanager
     def stage(self, step: int) -> Iterator[Path]:
@@ -87,7 +103,7 @@ class CheckpointStore:
             if shutil.disk_usage(self.directory).free < self._last_size():
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             yield folder
-            seal(folder, step)
+            seal(folder, step, self.key)
 
     def publish_final(self, step: int) -> None:
         """Publish `checkpoint-<step>` a second time, as `checkpoint-final`. The files are hard links and take no space.
@@ -103,6 +119,7 @@ class CheckpointStore:
     @contextmanager
     def _published_as(self, name: str) -> Iterator[Path]:
         published = False
+        self.check_writer()
         try:
             if not self.directory.is_dir():
                 self.directory.mkdir(parents=True)
@@ -110,6 +127,7 @@ class CheckpointStore:
             self.collect()
             with self._staging_folder(name) as folder:
                 yield folder
+                self.check_writer()
                 replaced = self._publish(folder, name)
                 published = True
                 fsync(self.directory)
@@ -119,6 +137,7 @@ class CheckpointStore:
                 self._remove(path)
             self.prune(self.directory / name)
         except OSError as error:
+            self.check_writer()  # a process that took the run over has removed the staging folder
             raise self._storage_error(name, published, error) from error
         except Exception as error:
             # Libraries that write tensors report a full disk with their own exception types.
@@ -126,19 +145,26 @@ class CheckpointStore:
                 raise
             raise self._storage_error(name, published, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))) from error
 
-    def latest_valid(self, unread: str | None = None) -> ResumePoint:
+    def latest_valid(self, unread: str | None = None, healthy: bool = False) -> ResumePoint:
         """The newest checkpoint whose files are exactly those that were written. This changes nothing on disk.
 
         Args:
             unread: as in `verify`.
+            healthy: also skip those from which a run cannot continue, such as weights that are not finite.
         """
         skipped: list[Skipped] = []
         for candidate in self.checkpoints():
-            damage = verify(candidate.path, unread)
+            damage = reasons_against(candidate.path, unread, healthy, self.key)
             if not damage:
                 return ResumePoint(candidate, tuple(skipped))
             skipped.append(Skipped(candidate.path, tuple(damage)))
         return ResumePoint(None, tuple(skipped))
+
+    def listing(self) -> list[tuple[str, int, int]]:
+        """The name of each checkpoint, and the inode and time of its manifest: other ones if a process saved since."""
+        found = [(each.path.name, each.path / MANIFEST) for each in self.checkpoints()]
+        times = [(name, path.stat()) for name, path in found if path.is_file()]
+        return [(name, stat.st_ino, stat.st_mtime_ns) for name, stat in times]
 
     def checkpoints(self) -> list[Checkpoint]:
         """All folders that are named like a checkpoint, valid or damaged, newest step first.
@@ -178,10 +204,9 @@ class CheckpointStore:
         """
         everything = self.checkpoints()
         numbered = [checkpoint for checkpoint in everything if OWN.fullmatch(checkpoint.path.name)]
-        num_kept = self.keep or len(numbered)
         final = [checkpoint for checkpoint in everything if checkpoint.path.name == FINAL]
         outgrown = [checkpoint for checkpoint in final if numbered and checkpoint.step < numbered[0].step]
-        old = [*numbered[num_kept:], *outgrown]
+        old = [*beyond(numbered, self.keep, self.keep_every), *outgrown]
         doomed = [checkpoint for checkpoint in everything if checkpoint in old and checkpoint.path != published]
         remaining = [checkpoint for checkpoint in everything if checkpoint not in doomed]
         if doomed and not any(_is_valid(checkpoint) for checkpoint in remaining):
@@ -190,7 +215,8 @@ class CheckpointStore:
         return doomed
 
     def collect(self) -> None:
-        """Remove or restore the unfinished work of dead processes."""
+        """Remove or restore the unfinished work of dead processes. Work of a paused one is removed like that."""
+        self.check_writer()
         for path in sorted(self.directory.iterdir()):
             replaced = REPLACED.fullmatch(path.name)
             successor = self.directory / replaced[1] if replaced else None
@@ -228,6 +254,7 @@ class CheckpointStore:
         return replaced
 
     def _point_latest(self, name: str) -> None:
+        self.check_writer()
         pointer = self.directory / f".{LATEST}.tmp"
         with open(pointer, "w", encoding="ascii") as file:
             file.write(name + "\n")
@@ -236,6 +263,7 @@ class CheckpointStore:
         fsync(self.directory)
 
     def _remove(self, path: Path) -> None:
+        self.check_writer()
         # Rename first, so that a crash during the removal leaves no folder that looks like a damaged checkpoint.
         doomed = self.directory / f".removing-{path.name}-{uuid.uuid4().hex[:12]}"
         os.rename(path, doomed)
@@ -271,34 +299,57 @@ class CheckpointStore:
         return f"Needed: {size}; free: {_megabytes(free)}"
 
 
+def beyond(newest_first: Sequence[Checkpoint], keep: int, keep_every: int) -> list[Checkpoint]:
+    """The checkpoints that are neither among the newest `keep` (0: all) nor of a step that `keep_every` divides."""
+    rest = [each for each in newest_first if not keep_every or each.step % keep_every]
+    return rest[keep or len(rest) :]
+
+
 def checkpoint_name(step: int) -> str:
     """The folder name of the checkpoint after `step` steps."""
     return f"checkpoint-{step:06d}"
 
 
-def verify(path: str | Path, unread: str | None = None) -> list[str]:
+def verify(path: str | Path, unread: str | None = None, key: bytes | None = None) -> list[str]:
     """The problems of the checkpoint folder `path`, one sentence each. Empty if every byte is as it was written.
 
     Args:
         unread: files whose names begin so are not needed, and may be damaged.
+        key: the manifest must be signed with it.
     """
     folder = Path(path)
     if not folder.is_dir():
         return ["it is not a folder"]
-    damage = [problem for problem in problems(folder) if unread is None or not problem.startswith(unread)]
+    damage = [problem for problem in problems(folder, key) if unread is None or not problem.startswith(unread)]
     numbered = NUMBERED.match(folder.name)
     if not damage and numbered and int(numbered[1]) != (step := read_manifest(folder).step):
         damage = [f"the folder's name says step {int(numbered[1])} but its manifest says step {step}: was it renamed?"]
     return damage
 
 
-def open_checkpoint(path: str | Path, unread: str | None = None) -> Checkpoint:
+def reasons_against(
+    path: Path, unread: str | None = None, healthy: bool = False, key: bytes | None = None
+) -> list[str]:
+    """The problems that `verify` finds; with `healthy`, if there are none, those that keep a run from continuing."""
+    damage = verify(path, unread, key)
+    if damage or not healthy:
+        return damage
+    from unirl.train.backend.health import SHOWN, unhealthy  # torch, which listing checkpoints does without
+
+    return unhealthy(path)[:SHOWN]
+
+
+def open_checkpoint(
+    path: str | Path, unread: str | None = None, healthy: bool = False, key: bytes | None = None
+) -> Checkpoint:
     """The checkpoint that `resume=<path>` selects. `path` is a checkpoint, a run folder, or a folder of checkpoints.
 
     Folders named `global_step_<N>` are ordered by step, too.
 
     Args:
         unread: as in `verify`.
+        healthy: as in `CheckpointStore.latest_valid`.
+        key: as in `verify`.
 
     Raises:
         CheckpointError: 7001 if there is no such folder, or no checkpoint in it is valid.
@@ -306,9 +357,9 @@ def open_checkpoint(path: str | Path, unread: str | None = None) -> Checkpoint:
     folder = existing(path)
     named = _recognise(folder)
     if named:
-        return _valid_or_explain(named, unread)
-    store = CheckpointStore(folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder)
-    latest = store.latest_valid(unread)
+        return _valid_or_explain(named, unread, healthy, key)
+    store = CheckpointStore(folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder, key=key)
+    latest = store.latest_valid(unread, healthy)
     if latest.checkpoint:
         return latest.checkpoint
     reasons = "".join(f"\n  {skipped}" for skipped in latest.skipped) or " (no checkpoint-<N> or global_step_<N> in it)"
@@ -342,18 +393,18 @@ def still_there(checkpoint: Checkpoint) -> Iterator[None]:
         ) from error
 
 
-def _valid_or_explain(checkpoint: Checkpoint, unread: str | None) -> Checkpoint:
-    damage = verify(checkpoint.path, unread)
+def _valid_or_explain(checkpoint: Checkpoint, unread: str | None, healthy: bool, key: bytes | None) -> Checkpoint:
+    damage = reasons_against(checkpoint.path, unread, healthy, key)
     if not damage:
         return checkpoint
-    other = CheckpointStore(checkpoint.path.parent).latest_valid().checkpoint
+    other = CheckpointStore(checkpoint.path.parent, key=key).latest_valid(healthy=healthy).checkpoint
     way_out = (
         f"The newest valid checkpoint in the same folder is {other.path}"
         if other
         else "No other checkpoint in the same folder is valid"
     )
     listed = "".join(f"\n  {problem}" for problem in damage)
-    raise CheckpointError(f"resume={checkpoint.path}: the checkpoint is damaged or incomplete:{listed}\n  {way_out}")
+    raise CheckpointError(f"resume={checkpoint.path}: the checkpoint cannot be used:{listed}\n  {way_out}")
 
 
 def _recognise(path: Path) -> Checkpoint | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
@@ -26,9 +26,11 @@ from unirl.train.backend.base import (
     TrainBackend,
     UpdateStats,
 )
+from unirl.train.backend.health import NonFinite, not_finite
 from unirl.train.backend.optimizer import adamw, empty_moments, load_optimizer, move_optimizer, optimizer_tensors
 from unirl.train.backend.sharding import FSDP2Sharding, Sharding
 from unirl.train.backend.snapshots import LIVE, Snapshots
+from unirl.train.backend.writer import FileWriter, Pieces
 from unirl.train.configs import (
     EmaFullConfig,
     EmaLoraConfig,
@@ -93,6 +95,7 @@ class FSDPBackend(TrainBackend):
         self.finished_updates = 0
         """Number of updates that were done when the last training step ended."""
         self.is_sampling = False
+        self.writer = FileWriter()
         self.aside: list[dict[str, Tensor | None]] = []
         """Gradients that wait for `join_gradients`."""
         self.value_head: nn.Module | None = None
@@ -342,19 +345,38 @@ class FSDPBackend(TrainBackend):
             for count, layout in zip(copies, self.layouts, strict=False)
         )
 
-    def save(self, directory: str) -> None:
-        assert self.snapshots.active == LIVE, "save() inside weights(...) would save a snapshot as live weights"
-        moments = optimizer_tensors(self.optimizer, self._all_shards())
-        tensors: dict[str, state.Tensors] = {
-            "weights": self._to_dtensors(self.shards),
-            "optimizer": self._to_dtensors(moments),
-            "snapshots": self._to_dtensors(self._snapshot_tensors()),
+    def _saved_shards(self) -> dict[str, Mapping[str, Tensor]]:
+        """This rank's part of all tensors that a checkpoint contains, by the stem of their file."""
+        assert self.snapshots.active == LIVE, "inside weights(...) a snapshot would be saved as live weights"
+        shards: dict[str, Mapping[str, Tensor]] = {
+            "weights": self.shards,
+            "optimizer": optimizer_tensors(self.optimizer, self._all_shards()),
+            "snapshots": self._snapshot_tensors(),
         }
-        if self.value_sharding is not None:
-            tensors["value"] = self._to_dtensors(self.value_sharding.shards)
+        return shards if self.value_sharding is None else shards | {"value": self.value_sharding.shards}
+
+    def nonfinite(self) -> tuple[NonFinite, ...]:
+        shards = {(stem, name): part for stem, parts in self._saved_shards().items() for name, part in parts.items()}
+        names = {f"{stem}: {name}": (stem, name) for stem, name in shards}
+        own = set(not_finite({name: shards[key] for name, key in names.items()}))
+        # Every rank learns which tensors are concerned, because the whole ones below are gathered by all ranks.
+        flags = self.rank.max_over_dp([name in own for name in names])
+        concerned = [name for name, flag in zip(names, flags, strict=True) if flag]
+        return tuple(NonFinite.of(name, self._whole(names[name][1], shards[names[name]])) for name in concerned)
+
+    def _whole(self, name: str, shard: Tensor) -> Tensor:
+        """The whole tensor of which this rank saves `shard` under `name`. A collective."""
+        owner = self._owners([name])[name]
+        return shard.detach() if owner is None else self.sharding.whole(owner, shard.detach())
+
+    def save(self, directory: str, in_background: bool = False) -> None:
+        pieces = {stem: self._pieces(shards) for stem, shards in self._saved_shards().items()}
         snapshots = tuple(sorted(self.snapshots.changing))
         counters = state.Counters(self.updates, self.skipped_in_a_row, state.trained_weights(self.lora), snapshots)
-        state.write(Path(directory), tensors, counters, self.rank)
+        state.write(Path(directory), pieces, counters, self.rank, self.writer, in_background)
+
+    def finish_save(self, wait: bool) -> None:
+        self.writer.finish(wait)
 
     def load(self, directory: str) -> None:
         counters, saved = self._opened(directory)
@@ -403,14 +425,27 @@ class FSDPBackend(TrainBackend):
 
     def _to_dtensors(self, shards: Mapping[str, Tensor]) -> state.Tensors:
         """Convert tensors of the state to DTensors. Each is sharded like the parameter that its name contains."""
+        owners = self._owners(shards)
+        return {
+            name: shard.detach() if (owner := owners[name]) is None else self.sharding.to_dtensor(owner, shard.detach())
+            for name, shard in shards.items()
+        }
+
+    def _pieces(self, shards: Mapping[str, Tensor]) -> Pieces:
+        """The rows of tensors of the state that this rank writes."""
+        owners = self._owners(shards)
+        written = {name: self.sharding.written(owners[name], shard.detach()) for name, shard in shards.items()}
+        return {name: piece for name, piece in written.items() if piece is not None}
+
+    def _owners(self, names: Iterable[str]) -> dict[str, nn.Parameter | None]:
+        """The parameter that each tensor of the state is laid out like. None: the tensor is a count of updates."""
         parameters = {name: parameter for layout in self.layouts for name, parameter in layout.trainable.items()}
-        tensors = {}
-        for name, shard in shards.items():
+        owners: dict[str, nn.Parameter | None] = {}
+        for name in names:
             key = name.rpartition(":")[2]
-            owner = key if key in parameters else key.rpartition(".")[0]
             is_count = key.endswith(".step") and key not in parameters
-            tensors[name] = shard.detach() if is_count else self.sharding.to_dtensor(parameters[owner], shard.detach())
-        return tensors
+            owners[name] = None if is_count else parameters[key if key in parameters else key.rpartition(".")[0]]
+        return owners
 
     def _snapshot_tensors(self) -> dict[str, Tensor]:
         return {f"{s}:{key}": tensor for s, values in self.snapshots.changing.items() for key, tensor in values.items()}

@@ -13,17 +13,20 @@ import os
 import platform
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 
 import unirl
+from unirl.train.backend.signing import SIGNATURE, signature_of, signature_problems
 
 MANIFEST = "MANIFEST.json"
 SCHEMA_VERSION = 1
 DROPPINGS = (".DS_Store", "Thumbs.db", "desktop.ini", ".nfs")
 """Prefixes of the names of files that operating systems create in folders. No loader reads them."""
+RECEIPT = ".written"
+"""The suffix of a file beside another one, which says that the other one is whole. No checkpoint contains any."""
 UNLINKABLE = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 """Errors of file systems that have no hard links, or no further one for a file."""
 
@@ -56,25 +59,63 @@ class DamagedManifest(ValueError):
     """The manifest is missing or damaged."""
 
 
-def seal(folder: Path, step: int) -> Manifest:
-    """Flush every file of `folder` to the disk, then write the manifest and flush it, too."""
+def seal(folder: Path, step: int, key: bytes | None = None) -> Manifest:
+    """Flush every file of `folder` to the disk, then write the manifest and flush it, too.
+
+    A file with a receipt is flushed and hashed already. Its receipt is removed.
+
+    Args:
+        key: signs the manifest.
+    """
     entries = []
-    for path in files_of(folder):
+    for path in (path for path in files_of(folder) if path.suffix != RECEIPT):
         if path.is_symlink() or not path.is_file():
             raise ValueError(f"{path} is a link or a special file, and a checkpoint may contain only plain files")
-        fsync(path)
-        entries.append(FileEntry(path.relative_to(folder).as_posix(), path.stat().st_size, _sha256(path)))
+        name = path.relative_to(folder).as_posix()
+        if has_receipt(path):
+            entries.append(replace(_take_receipt(path), name=name))
+        else:
+            fsync(path)
+            entries.append(FileEntry(name, path.stat().st_size, _sha256(path)))
     manifest = Manifest(step, tuple(entries), _versions())
-    with open(folder / MANIFEST, "wb") as file:
-        file.write(_with_digest(manifest))
-    fsync(folder / MANIFEST)
+    text = _with_digest(manifest)
+    content = {MANIFEST: text} | ({} if key is None else {SIGNATURE: signature_of(text, key).encode()})
+    for name, data in content.items():
+        with open(folder / name, "wb") as file:
+            file.write(data)
+        fsync(folder / name)
     _fsync_folders(folder)
     return manifest
 
 
+def record_written(path: Path, entry: FileEntry) -> None:
+    """Create the receipt of a file that is written and flushed. It appears as a whole."""
+    new = path.with_name(f".{path.name}{RECEIPT}.tmp")
+    new.write_text(json.dumps(asdict(entry)))
+    os.replace(new, _receipt(path))
+
+
+def has_receipt(path: Path) -> bool:
+    """True if the file is written and flushed, as `record_written` said."""
+    return _receipt(path).exists()
+
+
+def _take_receipt(path: Path) -> FileEntry:
+    entry = FileEntry(**json.loads(_receipt(path).read_text()))
+    size = path.stat().st_size
+    if size != entry.size:
+        raise OSError(errno.EIO, f"{path.name} has {size} bytes after {entry.size} were written")
+    _receipt(path).unlink()
+    return entry
+
+
+def _receipt(path: Path) -> Path:
+    return path.with_name(path.name + RECEIPT)
+
+
 def link_sealed(source: Path, folder: Path) -> None:
     """Fill `folder` with the files of a sealed folder as hard links, or as copies if the file system has no links."""
-    for path in (*files_of(source), source / MANIFEST):
+    for path in sealed_files(source):
         target = folder / path.relative_to(source)
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -115,12 +156,18 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest(data["step"], entries, data["versions"], schema)
 
 
-def problems(folder: Path) -> list[str]:
-    """The differences between `folder` and the checkpoint that was written, one sentence each. Empty if none."""
+def problems(folder: Path, key: bytes | None = None) -> list[str]:
+    """The differences between `folder` and the checkpoint that was written, one sentence each. Empty if none.
+
+    Args:
+        key: the manifest must be signed with it.
+    """
     try:
         manifest = read_manifest(folder)
     except DamagedManifest as error:
         return [str(error)]
+    if key is not None and (unsigned := signature_problems(folder, _with_digest(manifest), key)):
+        return unsigned
     listed = {entry.name for entry in manifest.files}
     extra = sorted({path.relative_to(folder).as_posix() for path in files_of(folder)} - listed)
     damage = [problem for entry in manifest.files for problem in _file_problems(folder, entry)]
@@ -149,14 +196,20 @@ def _file_problems(folder: Path, entry: FileEntry) -> Iterator[str]:
 
 
 def files_of(folder: Path) -> Iterator[Path]:
-    """All files and links below `folder`, sorted by name within each folder, without the manifest."""
+    """All files and links below `folder`, sorted by name in each folder, without the manifest and its signature."""
     for directory, folders, names in os.walk(folder):
         folders.sort()
         links = [name for name in folders if os.path.islink(os.path.join(directory, name))]
         for name in sorted([*names, *links]):
             path = Path(directory, name)
-            if path != folder / MANIFEST and not name.startswith(DROPPINGS):
+            if path not in (folder / MANIFEST, folder / SIGNATURE) and not name.startswith(DROPPINGS):
                 yield path
+
+
+def sealed_files(folder: Path) -> list[Path]:
+    """All files of a sealed folder, the manifest last."""
+    signature = folder / SIGNATURE
+    return [*files_of(folder), *([signature] if signature.exists() else []), folder / MANIFEST]
 
 
 def fsync(path: Path) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from unirl.distributed import RankInfo
 from unirl.train.backend.lockstep import Lockstep
+from unirl.train.backend.writer import Piece
 from unirl.train.configs import FSDPConfig
 
 if TYPE_CHECKING:  # these imports take seconds
@@ -79,6 +80,14 @@ class Sharding:
     def rows(self, parameter: nn.Parameter) -> slice:
         """The rows of the whole parameter that this rank holds."""
         return slice(0, parameter.shape[0])
+
+    def written(self, parameter: nn.Parameter | None, shard: Tensor) -> Piece | None:
+        """The rows that this rank writes of a tensor that is laid out like `parameter`; None: another rank does.
+
+        Args:
+            parameter: None for a tensor that every rank has whole.
+        """
+        return Piece(shard)
 
     def to_dtensor(self, parameter: nn.Parameter, shard: Tensor) -> Tensor:
         """Convert `shard` to a tensor that is laid out like `parameter`: a DTensor on several ranks. Used for files."""
@@ -236,6 +245,12 @@ class FSDP2Sharding(Sharding):
         piece = -(-count // self.shard_mesh.size())
         start = min(self.shard_mesh.get_local_rank() * piece, count)
         return slice(start, min(start + piece, count))
+
+    def written(self, parameter: nn.Parameter | None, shard: Tensor) -> Piece | None:
+        if parameter is None:
+            return Piece(shard, 0) if self.rank.dp_rank == 0 else None
+        is_first_copy = self.mesh.ndim == 1 or self.mesh.get_local_rank("replicate") == 0
+        return Piece(shard, self.rows(parameter).start) if is_first_copy and shard.numel() else None
 
     def to_dtensor(self, parameter: nn.Parameter, shard: Tensor) -> DTensor:
         from torch.distributed.tensor import DTensor

@@ -6,8 +6,8 @@ snapshots     snapshot name + ":" + parameter name -> value in the snapshot
 value         parameter name of the value head -> live value; absent without a value head
 backend.json  counters, a description of the trained weights and snapshots, and the names of the files
 
-A single rank writes `weights.safetensors`. Rank r of n writes its rows to `weights-0000r-of-0000n.safetensors` through
-torch.distributed.checkpoint, which reads both kinds.
+A single rank writes `weights.safetensors`. Rank r of n writes its rows to `weights-0000r-of-0000n.safetensors`.
+torch.distributed.checkpoint reads both kinds.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from unirl.config.errors import CheckpointError, ResumeError
 from unirl.distributed import RankInfo
+from unirl.train.backend.manifest import has_receipt
+from unirl.train.backend.writer import FileWriter, Pieces
 from unirl.train.configs import LoraConfig
 
 FORMAT = 2
+COUNTERS = "backend.json"
 STEMS = ("weights", "optimizer", "snapshots", "value")
 
 Tensors = dict[str, Tensor]
@@ -69,44 +71,49 @@ def check_equal(subject: str, saved: object, expected: object) -> None:
 # Writing
 
 
-def write(directory: Path, tensors: Mapping[str, Tensors], counters: Counters, rank: RankInfo) -> None:
-    """Write `tensors` (file stem -> name -> tensor) and the counters into an existing or new directory.
+def write(
+    directory: Path,
+    pieces: Mapping[str, Pieces],
+    counters: Counters,
+    rank: RankInfo,
+    writer: FileWriter,
+    in_background: bool,
+) -> None:
+    """Write `pieces` (file stem -> name -> this rank's rows) and the counters into an existing or new directory.
 
-    On several ranks this is a collective: each rank passes its rows as DTensors.
+    On several ranks this is a collective.
+
+    Args:
+        in_background: return as soon as the rows are copied. The counters name the files that are being written.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    files = _write_whole(directory, tensors) if rank.dp_size == 1 else _write_rows(directory, tensors, rank)
+    alone = rank.dp_size == 1
+    suffix = "" if alone else f"-{rank.dp_rank + 1:05}-of-{rank.dp_size:05}"
+    # On several ranks, a rank writes no file if it has no rows, or if another rank writes the same rows.
+    files = {f"{stem}{suffix}.safetensors": entries for stem, entries in pieces.items() if entries or alone}
+    if in_background:
+        writer.begin(directory, files)
+    else:
+        writer.write(directory, files)
+    names = _of_all_ranks(list(files), rank)
     if rank.dp_rank == 0:
-        content = asdict(counters) | {"files": files}
-        (directory / "backend.json").write_text(json.dumps(content, indent=1, sort_keys=True))
+        content = asdict(counters) | {"files": names}
+        (directory / COUNTERS).write_text(json.dumps(content, indent=1, sort_keys=True))
 
 
-def _write_whole(directory: Path, tensors: Mapping[str, Tensors]) -> list[str]:
-    for stem, entries in tensors.items():
-        contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in entries.items()}
-        save_file(contiguous, directory / f"{stem}.safetensors")
-    return [f"{stem}.safetensors" for stem in tensors]
+def _of_all_ranks(names: list[str], rank: RankInfo) -> list[str]:
+    if rank.dp_size == 1:
+        return names
+    names_by_rank: list[list[str]] = [[] for _ in range(rank.dp_size)]
+    torch.distributed.all_gather_object(names_by_rank, names, group=rank.group)
+    return [name for own in names_by_rank for name in own]
 
 
-def _write_rows(directory: Path, tensors: Mapping[str, Tensors], rank: RankInfo) -> list[str]:
-    """Write this rank's rows, and return the names of the files of all ranks."""
-    from torch.distributed import all_gather_object
-    from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
-
-    numbers = {name: i for i, stem in enumerate(tensors, 1) for name in tensors[stem]}
-    flat = {name: tensor.detach() for entries in tensors.values() for name, tensor in entries.items()}
-    writer = HuggingFaceStorageWriter(str(directory), fqn_to_index_mapping=numbers, save_distributed=True)
-    save(flat, storage_writer=writer, process_group=rank.group)
-    own_files = []
-    for i, stem in enumerate(tensors, 1):
-        # A rank writes no file if it has no rows, or if another rank writes the same rows.
-        for path in directory.glob(f"shard-{rank.dp_rank + 1:05}-model-{i:05}-of-*.safetensors"):
-            name = f"{stem}-{rank.dp_rank + 1:05}-of-{rank.dp_size:05}.safetensors"
-            path.rename(directory / name)
-            own_files.append(name)
-    files_by_rank: list[list[str]] = [[] for _ in range(rank.dp_size)]
-    all_gather_object(files_by_rank, own_files, group=rank.group)
-    return [name for names in files_by_rank for name in names]
+def is_written(directory: Path) -> bool:
+    """True if every file that is written in the background by any rank is whole."""
+    return (directory / COUNTERS).exists() and all(
+        has_receipt(directory / name) for name in read_counters(directory).files
+    )
 
 
 # Reading
@@ -114,7 +121,7 @@ def _write_rows(directory: Path, tensors: Mapping[str, Tensors], rank: RankInfo)
 
 def read_counters(directory: Path) -> Counters:
     """Read the counters. Raises CheckpointError (7001) if they are missing or damaged."""
-    path = directory / "backend.json"
+    path = directory / COUNTERS
     try:
         raw = json.loads(path.read_text())
         if raw["format"] != FORMAT:
@@ -122,9 +129,17 @@ def read_counters(directory: Path) -> Counters:
                 f"{path} has format {raw['format']}, and this version of UniRL reads only format {FORMAT}. Use the "
                 "version that wrote the checkpoint"
             )
-        return Counters(**{**raw, "snapshots": tuple(raw["snapshots"]), "files": tuple(raw["files"])})
+        counters = Counters(**{**raw, "snapshots": tuple(raw["snapshots"]), "files": tuple(raw["files"])})
     except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise _damaged(path, error) from error
+    for name in counters.files:
+        # The manifest lists every file of the checkpoint's folders, so a plain name is one that it lists.
+        if Path(name).name != name or (directory / name).is_symlink():
+            raise CheckpointError(
+                f"{path} names the file {name!r}, which the checkpoint's manifest does not list: a checkpoint reads "
+                "only its own files. Resume from one that UniRL wrote (`unirl ckpt ls` lists them)"
+            )
+    return counters
 
 
 def open_tensors(directory: Path, files: Sequence[str], rank: RankInfo) -> SavedTensors:

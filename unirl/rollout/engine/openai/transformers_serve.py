@@ -10,26 +10,24 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
-import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
-import torch
 from torch import Tensor
 
 from unirl.config.dependencies import need
 from unirl.config.errors import EngineError, SyncError
-from unirl.distributed.group.rank import current
 from unirl.distributed.weight_sync.base import WeightLayout
 from unirl.distributed.weight_sync.fingerprint import Fingerprint, fingerprints
 from unirl.models.language.bundle import load_network
-from unirl.models.language.pipeline import TextPipeline
+from unirl.models.language.pipeline import PlainPrompt, TextPipeline
 from unirl.models.loading.hub import quiet_libraries
-from unirl.rollout.engine.serving.http_server import HttpServer, ServerAccess, shown
+from unirl.rollout.engine.serving.http_server import HttpServer, shown
 from unirl.rollout.engine.serving.process import LOOPBACK
+from unirl.rollout.engine.serving.settings import ServerSettings
 from unirl.rollout.engine.serving.tokens import ProbeResult, TokenAnswer, TokenRequest, TokenServer, TokenServingEngine
 from unirl.types.protocols import Capabilities
 from unirl.types.sampling import ARSamplingParams
@@ -63,20 +61,19 @@ class TransformersServer(HttpServer, TokenServer):
     # It generates one response at a time, and a seed is for the whole process.
     concurrency = 1
 
-    def __init__(self, pipeline: TextPipeline[Any], folder: Path, access: ServerAccess) -> None:
+    pipeline: TextPipeline[Any]
+
+    def __init__(self, pipeline: TextPipeline[Any], folder: Path, log: Path, settings: ServerSettings) -> None:
         """
         Args:
-            folder: weights are written below it, and it is removed at the end. The server must see it, too.
+            folder: weights are written below it. The server must see it, too.
         """
-        super().__init__(access)
-        self._remove = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        self.pipeline = pipeline
-        self.folder = folder
+        super().__init__(pipeline, folder, log, settings)
+        shutil.rmtree(folder, ignore_errors=True)  # weights of a run that was killed
         self.model: Path | None = None
         """The folder of the weights that the server has."""
         self.sent: dict[str, Tensor] = {}
         """The tensors of the transfer that is under way, by name."""
-        self.weights_name = ""
 
     def words(self, python: str, port: int) -> list[str]:
         options = {"--host": LOOPBACK, "--port": str(port), "--device": str(self.pipeline.bundle.device)}
@@ -84,9 +81,6 @@ class TransformersServer(HttpServer, TokenServer):
         options |= {"--model-timeout": str(10**9), "--log-level": "error"}
         serve = [python, "-m", "transformers.cli.transformers", "serve"]
         return serve + [word for option in options.items() for word in option]
-
-    def env(self) -> Mapping[str, str]:
-        return {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads())}
 
     def check_ready(self) -> None:
         """It takes its settings with every request."""
@@ -115,7 +109,7 @@ class TransformersServer(HttpServer, TokenServer):
         }
         if params.temperature > 0:
             settings["temperature"] = params.temperature
-        return self._generate(request.prompt, settings, request.seed)
+        return self._generate(request.prompt.tokens, settings, request.seed)
 
     def _generate(self, prompt: Sequence[int], settings: Mapping[str, object], seed: int) -> TokenAnswer:
         body = {
@@ -131,7 +125,7 @@ class TransformersServer(HttpServer, TokenServer):
             tokens = [int(word) for word in choice.text.split()]
         except (msgspec.DecodeError, ValueError) as error:
             raise EngineError(f"{self.name}: an answer cannot be read: {error}: {shown(reply)}") from error
-        return TokenAnswer(tokens, None, Path(completion.model).name)
+        return TokenAnswer(tokens, None, [Path(completion.model).name])
 
     def begin_weights(self, name: str) -> None:
         self.sent, self.weights_name = {}, name
@@ -155,7 +149,7 @@ class TransformersServer(HttpServer, TokenServer):
         self.sent = {}
         return fingerprints((name, held[name]) for name in tensors)
 
-    def probe(self, prompts: Sequence[Sequence[int]], logits: Tensor) -> ProbeResult:
+    def probe(self, prompts: Sequence[PlainPrompt], logits: Tensor) -> ProbeResult:
         """Compares logits through the choice of the most likely token.
 
         l_m is the largest logit, l_t that of another token t. With a bias b on t the server chooses m if
@@ -163,7 +157,7 @@ class TransformersServer(HttpServer, TokenServer):
         """
         scale = float(logits.double().square().mean().sqrt())
         for step in PROBE_LADDER:
-            if all(self._agrees(prompt, row, step * scale) for prompt, row in zip(prompts, logits, strict=True)):
+            if all(self._agrees(prompt.tokens, row, step * scale) for prompt, row in zip(prompts, logits, strict=True)):
                 return ProbeResult(step * scale, step)
         return ProbeResult(float("inf"), float("inf"))
 
@@ -203,10 +197,6 @@ class TransformersServer(HttpServer, TokenServer):
         if b'"ready"' not in reply.body:
             raise EngineError(f"{self.name} could not load {self.model}: {shown(reply)}")
 
-    def stop(self) -> None:
-        super().stop()
-        self._remove()
-
 
 def text_of(tokens: Sequence[int]) -> str:
     """The text of tokens in the tokenizer of `id_tokenizer`."""
@@ -223,46 +213,21 @@ def id_tokenizer(vocab_size: int) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class TransformersServeEngine(TokenServingEngine):
-    """Samples with `transformers serve`."""
+    """Samples with `transformers serve`. A server at `rollout.url` must run on this machine."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         snapshots=True, dedicated=True, remote=True, modalities=("text",)
     )
+    server_class: ClassVar[type[HttpServer]] = TransformersServer
+    files: ClassVar[str] = "transformers-serve"
 
-    def __init__(
-        self,
-        pipeline: TextPipeline[Any],
-        run_dir: Path | None = None,
-        *,
-        url: str | None = None,
-        python_executable: str | None = None,
-        start_timeout_s: float = 300.0,
-        timeout_s: float = 600.0,
-        max_restarts: int = 3,
-    ) -> None:
-        """
-        Args:
-            run_dir: gets the log of the server, and the weights that it loads. None: a temporary folder.
-            url: the address of a server that runs on this machine, such as http://127.0.0.1:8000. Absent: the engine
-                starts one, and stops it at the end.
-            python_executable: the Python that runs the server. Absent: the one that runs UniRL.
-            start_timeout_s: seconds that the server has to start.
-            timeout_s: seconds that it has for one response.
-            max_restarts: how often a server that ended is started again.
-        """
-        if url is None and python_executable is None:
+    start_timeout_s: float = 300.0
+    timeout_s: float = 600.0
+
+    @classmethod
+    def check_start(cls, settings: Mapping[str, object]) -> None:
+        if settings["url"] is None and settings["python_executable"] is None:
             for package in NEEDED:
-                need(package, by="TransformersServeEngine", extra="serve")
-        root = Path(tempfile.mkdtemp(prefix="unirl-")) if run_dir is None else run_dir
-        folder = root / "engine" / f"rank-{current().rank}"
-        shutil.rmtree(folder, ignore_errors=True)  # weights of a run that was killed
-        access = ServerAccess(
-            url=url,
-            python_executable=python_executable,
-            start_timeout_s=start_timeout_s,
-            timeout_s=timeout_s,
-            max_restarts=max_restarts,
-            log=root / "logs" / f"transformers-serve-{current().rank}.log",
-        )
-        super().__init__(pipeline, TransformersServer(pipeline, folder, access))
+                need(package, by=cls.__name__, extra="serve")

@@ -21,7 +21,7 @@ from unirl.models.base import CanaryOutput, Pipeline
 from unirl.models.loading.compiled import compile_blocks
 from unirl.models.loading.dtypes import cast_module
 from unirl.models.loading.lora import AdapterCopies, adapter_names, inconsistent_adapters, inject_lora, masters
-from unirl.rollout.engine.base import DedicatedEngine, RowsPerForward, checked_rows, rows_per_forward
+from unirl.rollout.engine.base import DedicatedEngine, RowsPerForward, checked_rows, rows_per_forward, sampled_from
 from unirl.types.batch import Batch
 from unirl.types.facts import ModelFacts
 from unirl.types.fp8 import Fp8Linear
@@ -74,7 +74,8 @@ class ReplicaRolloutEngine(DedicatedEngine):
         return self.pipeline.facts
 
     def sample(self, req: RolloutReq) -> RolloutResp:
-        return self.pipeline.generate(req, rows_per_forward(self.forward_batch_size, self.pipeline, req))
+        resp = self.pipeline.generate(req, rows_per_forward(self.forward_batch_size, self.pipeline, req))
+        return sampled_from(req.weight_version, resp)
 
     def prepare(self, layout: WeightLayout) -> ParamMapping:
         self.held = None

@@ -7,21 +7,30 @@ requests --threads--> answers, in their order
 from __future__ import annotations
 
 import secrets
+import tempfile
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from contextvars import copy_context
-from typing import TypeVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, TypeVar
 
-from unirl.config.errors import SyncError, WeightsLostError
+import torch
+
+from unirl.config.errors import IncompatibleError, SyncError, WeightsLostError
+from unirl.distributed.group.rank import current
 from unirl.distributed.weight_sync.base import Arrival, Numerics, ParamMapping, WeightLayout
 from unirl.distributed.weight_sync.buckets import Bucket
 from unirl.distributed.weight_sync.endpoints import WeightForwarder
 from unirl.models.base import Pipeline
 from unirl.models.loading.lora import adapter_names, inject_lora
-from unirl.rollout.engine.base import DedicatedEngine
-from unirl.rollout.engine.serving.http_server import check_values
+from unirl.rollout.engine.base import DedicatedEngine, EngineUse
+from unirl.rollout.engine.serving.http_server import HttpServer, check_arguments
+from unirl.rollout.engine.serving.in_flight import Gate, Interrupted
 from unirl.rollout.engine.serving.server import Server
+from unirl.rollout.engine.serving.settings import ServerSettings, check_values
 from unirl.sde.noise import NoiseSource, key_seed
 from unirl.types.facts import ModelFacts
 from unirl.types.progress import progress
@@ -35,21 +44,40 @@ RequestT = TypeVar("RequestT")
 AnswerT = TypeVar("AnswerT")
 
 
-class ServingEngine(DedicatedEngine):
+@dataclass(eq=False, repr=False)
+class ServingEngine(DedicatedEngine, ServerSettings):
     """Samples with a server. The pipeline encodes and decodes; its network has no storage.
 
-    A kind of sample has one subclass: tokens, or latents. It implements `respond`, `canary_inputs` and `canary`.
+    A kind of sample has one subclass: tokens, or latents. It implements `respond`, `canary_inputs` and `canary`. An
+    engine is a dataclass that inherits from one of them and from the settings of its server, and names its server.
     """
 
-    def __init__(self, pipeline: Pipeline, server: Server) -> None:
-        self.pipeline = pipeline
-        self.server = server
+    server_class: ClassVar[type[HttpServer]]
+    files: ClassVar[str]
+    """The beginning of the names of its log and of its folder in the run directory."""
+
+    pipeline: Pipeline
+    run_dir: Path | None = None
+    """The run directory, which gets the log of the server. None: a temporary folder."""
+
+    def __post_init__(self) -> None:
+        self.check_start(vars(self))
+        root = Path(tempfile.mkdtemp(prefix="unirl-")) if self.run_dir is None else self.run_dir
+        name = f"{self.files}-{current().rank}"
+        self.server: Server = self.server_class(
+            self.pipeline, root / "engine" / name, root / "logs" / f"{name}.log", self
+        )
+        self.gate = Gate()
+        self.versions: dict[str, int] = {}
+        """Name of the weights of each finished transfer to the number of optimizer updates behind them, in order."""
         self.forwarder: WeightForwarder | None = None
         self.owner = secrets.token_hex(4)
         """Part of the names of weights. It tells this engine from another one that uses the same server."""
         self.num_transfers = 0
         self.weights_name = ""
         """The name under which the server has the weights of the last transfer."""
+        self.version = 0
+        """The number of optimizer updates behind them."""
 
     def facts(self) -> ModelFacts:
         return self.pipeline.facts
@@ -58,10 +86,18 @@ class ServingEngine(DedicatedEngine):
     def check_settings(cls, sampling: Sampling, settings: Mapping[str, object]) -> None:
         """Raises a ConfigError for sampling settings or a value of the block `rollout` that cannot work, by its key."""
         check_values(settings)
+        check_in_flight(settings.get("in_flight", "drain"), cls.server_class)
+        arguments = settings.get("engine_args")
+        check_arguments(arguments if isinstance(arguments, Mapping) else (), cls.server_class.own_arguments)
 
     @classmethod
-    def check_start(cls, settings: Mapping[str, object]) -> None:
-        """Raises DependencyError if a server is to be started and its packages are not on this machine."""
+    def check_use(cls, settings: Mapping[str, object], use: EngineUse) -> None:
+        """Raises IncompatibleError, naming the key, for a recipe whose weights or devices its servers cannot serve."""
+        if settings["url"] is not None and use.num_devices > 1:
+            raise IncompatibleError(
+                f"rollout.url={settings['url']} is one server, and {use.num_devices} devices are to sample: each "
+                "would send weights to it. Leave rollout.url out, or sample on one device (placement.rollout)"
+            )
 
     # Weights
 
@@ -80,14 +116,29 @@ class ServingEngine(DedicatedEngine):
     def take(self, bucket: Bucket) -> None:
         tensors = self._bound().checked(bucket)
         if bucket.number == 0:
+            self._clear_the_way()
             self.num_transfers += 1
+            self.version = bucket.version
             self.weights_name = f"{self.num_transfers:06d}-{bucket.weights}-{bucket.version}-{self.owner}"
             self.server.begin_weights(self.weights_name)
         self.server.send_weights(tensors)
 
     def arrival(self) -> Arrival:
         """Let the server sample from the weights of the transfer, and report what it has now."""
-        return self._bound().arrival_of(self.server.end_weights())
+        held = self.server.end_weights()
+        self.versions[self.weights_name] = self.version
+        if self.in_flight != "drain":
+            self.server.proceed()
+        self.gate.open()
+        return self._bound().arrival_of(held)
+
+    def _clear_the_way(self) -> None:
+        """Before a transfer: let requests wait, and do with the running ones what `rollout.in_flight` says."""
+        self.gate.close()
+        if self.in_flight == "drain":
+            self.gate.wait_idle()
+        else:
+            self.server.interrupt(self.in_flight)
 
     def _bound(self) -> WeightForwarder:
         if self.forwarder is None:
@@ -129,14 +180,48 @@ class ServingEngine(DedicatedEngine):
                 raise
         return [answers[row] for row in range(len(requests))]
 
-    def check_weights(self, id: str, weights: str) -> None:
-        """Raises SyncError unless `weights`, from which the server sampled a row, are those of the last transfer."""
-        if weights != self.weights_name:
+    def ask(self, id: str, attempt: Callable[[], AnswerT]) -> tuple[AnswerT, list[str]]:
+        """The answer to one request, after retries. It waits while weights are sent.
+
+        Returns:
+            The answer, and the names of the weights that may have given it: the last ones when it was asked for, and
+            those that were sent meanwhile.
+        """
+
+        def once() -> tuple[AnswerT, str]:
+            with self.gate.passing():
+                before = self.weights_name
+                return attempt(), before
+
+        while True:
+            with suppress(Interrupted):
+                answer, before = self.server.insist(f"for {id}", once)
+                names = list(self.versions)
+                return answer, names[names.index(before) :]
+
+    def check_weights(self, id: str, weights: str, names: Sequence[str]) -> None:
+        """Raises SyncError unless `weights`, from which the server sampled a row, are among `names`."""
+        if weights not in names:
             self.server.recover()  # raises if the server was restarted, which explains it
             raise SyncError(
                 f"{self.server.name} sampled {id} from the weights {weights!r}, and the last verified "
-                f"ones are {self.weights_name!r}: another program may have loaded weights into the same server"
+                f"ones are {names[-1]!r}: another program may have loaded weights into the same server"
             )
+
+    def with_versions(self, resp: RolloutResp, weights: Sequence[str]) -> RolloutResp:
+        """The response of one track, whose rows were sampled from the weights of these names."""
+        [(name, track)] = resp.tracks.items()
+        versions = torch.tensor([self.versions[each] for each in weights], dtype=torch.int64)
+        return RolloutResp({name: track.replace(weight_version=versions)})
+
+
+def check_in_flight(in_flight: object, server: type[Server]) -> None:
+    """Raises IncompatibleError for a value of `rollout.in_flight` that a server cannot carry out."""
+    if in_flight not in server.in_flight_modes:
+        raise IncompatibleError(
+            f"rollout.in_flight={in_flight}: {server.name} cannot {in_flight} the requests that it answers. Use "
+            f"{' or '.join(server.in_flight_modes)}"
+        )
 
 
 def seeds_of(req: RolloutReq, sampling: Sampling, what: str) -> list[int]:

@@ -2,77 +2,76 @@
 
 from __future__ import annotations
 
-import sys
+import shutil
 import threading
+import weakref
 from abc import abstractmethod
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import ClassVar, TypeVar
-from urllib.parse import urlsplit
 
 import msgspec
+import torch
 
 from unirl.config.errors import EngineError, IncompatibleError, InvalidValueError, WeightsLostError
-from unirl.config.http import PROBE_TIMEOUT_S, HttpClient, Reply, RequestFailed, ServerBusy
-from unirl.distributed.group.rank import current
+from unirl.config.http import PROBE_TIMEOUT_S, Content, HttpClient, Reply, RequestFailed, ServerBusy
+from unirl.models.base import Pipeline
 from unirl.rollout.engine.serving.process import LOOPBACK, ServerProcess, free_port
 from unirl.rollout.engine.serving.server import Server
+from unirl.rollout.engine.serving.settings import ServerSettings
 
 BodyT = TypeVar("BodyT")
-SMALLEST: Mapping[str, int] = {
-    "concurrency": 1,
-    "max_num_seqs": 1,
-    "tp_size": 1,
-    "context_length": 1,
-    "max_restarts": 0,
-}
-"""The smallest value of each setting that is a count."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerAccess:
-    """The settings by which a server is started or joined, as an engine documents them."""
-
-    url: str | None
-    python_executable: str | None
-    start_timeout_s: float
-    timeout_s: float
-    max_restarts: int
-    log: Path
-    """The output of a server that this process starts is appended to this file."""
 
 
 class HttpServer(Server):
-    """A process with a program that a subclass names, or a server that runs at `access.url`."""
+    """A process with a program that a subclass names, or a server that runs at `settings.url`."""
 
     health: ClassVar[str]
     """The path that answers 200 when the server is ready."""
+    own_arguments: ClassVar[Collection[str]] = ()
+    """Arguments of `rollout.engine_args` that the engine sets itself, with underscores."""
 
-    def __init__(self, access: ServerAccess) -> None:
-        if access.url is not None and current().world_size > 1:
-            raise IncompatibleError(
-                f"rollout.url={access.url} is one server, and {current().world_size} devices are to sample: each would "
-                "send weights to it. Leave rollout.url out, or sample on one device (placement.rollout)"
-            )
-        self.access = access
+    def __init__(self, pipeline: Pipeline, folder: Path, log: Path, settings: ServerSettings) -> None:
+        """
+        Args:
+            folder: gets the files that the server reads, such as those of a tiny model. It is removed at the end.
+            log: the output of a server that this process starts is appended to this file.
+        """
+        self._remove = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self.pipeline = pipeline
+        self.folder = folder
+        self.log = log
+        self.settings = settings
         self.process: ServerProcess | None = None
         self._http: HttpClient | None = None
         self._recovering = threading.Lock()
+        self.weights_name = ""
+        """The name of the weights of the last transfer that began."""
         self.has_lost_weights = False
         """True from a restart, until weights are sent, if `restore` could not bring back the former ones."""
+
+    @property
+    def dtype(self) -> str:
+        """The compute dtype of the network, such as float32."""
+        return str(self.pipeline.bundle.dtype).removeprefix("torch.")
 
     @abstractmethod
     def words(self, python: str, port: int) -> list[str]:
         """The command line of the server."""
 
-    @abstractmethod
     def env(self) -> Mapping[str, str]:
         """Environment variables of the server, in addition to those of this process."""
+        return {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads()), **self.settings.env}
 
     @abstractmethod
     def check_ready(self) -> None:
         """Check a server that answers. Raises IncompatibleError if it runs with other settings than the recipe's."""
+
+    def mismatch(self, what: str, way_out: str) -> IncompatibleError:
+        """The error for a server that runs with other settings than the recipe's."""
+        url = self.settings.url
+        where = "that was started" if url is None else f"at rollout.url={url}"
+        return IncompatibleError(f"the {self.name} server {where} {what}. {way_out}")
 
     @abstractmethod
     def restore(self) -> bool:
@@ -87,23 +86,22 @@ class HttpServer(Server):
     def start(self) -> None:
         if self._http is not None:
             return
-        access, url = self.access, self.access.url
+        settings, url = self.settings, self.settings.url
         if url is None:
             port = free_port()
             url = f"http://{LOOPBACK}:{port}"
-            words = self.words(access.python_executable or sys.executable, port)
-            self.process = ServerProcess(self.name, words, access.log, self.env())
+            self.process = ServerProcess(self.name, self.words(settings.python(), port), self.log, self.env())
             self.process.start()
-        self._http = HttpClient(url, token=None, timeout_s=access.timeout_s, connections=self.concurrency + 1)
+        self._http = HttpClient(url, token=None, timeout_s=settings.timeout_s, connections=self.concurrency + 1)
         self._wait_ready()
         self.check_ready()
 
     def _wait_ready(self) -> None:
         if self.process is not None:
-            self.process.wait_ready(self._is_ready, self.access.start_timeout_s)
+            self.process.wait_ready(self._is_ready, self.settings.start_timeout_s)
         elif not self._is_ready():
             raise EngineError(
-                f"no {self.name} answers at rollout.url={self.access.url}: start it, or correct the address"
+                f"no {self.name} answers at rollout.url={self.settings.url}: start it, or correct the address"
             )
 
     def _is_ready(self) -> bool:
@@ -126,10 +124,10 @@ class HttpServer(Server):
                 )
 
     def _restart(self, process: ServerProcess) -> None:
-        if process.num_starts > self.access.max_restarts:
+        if process.num_starts > self.settings.max_restarts:
             raise EngineError(
                 f"{self.name} ended {process.ending}, and was restarted rollout.max_restarts="
-                f"{self.access.max_restarts} times before. {process.tail()}"
+                f"{self.settings.max_restarts} times before. {process.tail()}"
             )
         process.start()
         self._wait_ready()
@@ -137,9 +135,9 @@ class HttpServer(Server):
 
     def post(self, path: str, body: Mapping[str, object], timeout_s: float | None = None) -> Reply:
         """One attempt. Raises RequestFailed or ServerBusy if another one may succeed, else EngineError."""
-        return self.post_bytes(path, msgspec.json.encode(body), "application/json", timeout_s)
+        return self.post_bytes(path, [msgspec.json.encode(body)], "application/json", timeout_s)
 
-    def post_bytes(self, path: str, content: bytes, content_type: str, timeout_s: float | None = None) -> Reply:
+    def post_bytes(self, path: str, content: Content, content_type: str, timeout_s: float | None = None) -> Reply:
         """As `post`, for a body of any type."""
         headers = {"Content-Type": content_type}
         reply = self.http.request("POST", path, content=content, headers=headers, timeout_s=timeout_s)
@@ -173,6 +171,7 @@ class HttpServer(Server):
     def stop(self) -> None:
         if self.process is not None:
             self.process.stop()
+        self._remove()
 
 
 def shown(reply: Reply) -> str:
@@ -180,48 +179,27 @@ def shown(reply: Reply) -> str:
     return reply.body[:300].decode(errors="replace")
 
 
-def option_words(arguments: Mapping[str, object], own: Collection[str]) -> list[str]:
-    """The words of `rollout.engine_args`. True is a flag, a list has several values; null and false are left out.
+def check_arguments(arguments: Iterable[str], own: Collection[str]) -> None:
+    """Raises InvalidValueError for an argument of `rollout.engine_args` that the engine sets itself.
 
     Args:
-        own: arguments that the engine sets itself.
+        own: those that it sets itself, with underscores.
     """
-    words: list[str] = []
-    for name, value in arguments.items():
-        option = name.replace("_", "-").removeprefix("--")
-        if option in own:
+    for name in arguments:
+        if name.removeprefix("--").replace("-", "_") in own:
             raise InvalidValueError(
                 f"rollout.engine_args sets {name}, which the engine sets itself: leave it out, and use the "
                 "settings of rollout, bundle and backend.lora_cfg"
             )
+
+
+def option_words(arguments: Mapping[str, object]) -> list[str]:
+    """The words of `rollout.engine_args`. True is a flag, a list has several values; null and false are left out."""
+    words: list[str] = []
+    for name, value in arguments.items():
+        option = name.replace("_", "-").removeprefix("--")
         if value is None or value is False:
             continue
         words.append(f"--{option}")
         words += [] if value is True else [str(each) for each in (value if isinstance(value, list) else [value])]
     return words
-
-
-def check_values(settings: Mapping[str, object]) -> None:
-    """Raises InvalidValueError, naming the key, for a value of the block `rollout` outside of its range."""
-    for key, value in settings.items():
-        if isinstance(value, int) and key in SMALLEST and value < SMALLEST[key]:
-            raise InvalidValueError(f"rollout.{key} must be >= {SMALLEST[key]}, got {value}")
-        if isinstance(value, (int, float)) and key in ("start_timeout_s", "timeout_s") and not value > 0:
-            raise InvalidValueError(f"rollout.{key} must be > 0 seconds, got {value}")
-        if isinstance(value, float) and key == "mem_fraction_static" and not 0 < value < 1:
-            raise InvalidValueError(f"rollout.{key} is a share of the device memory in (0, 1), got {value}")
-        if isinstance(value, str) and key == "url" and not is_address(value):
-            raise InvalidValueError(
-                f"rollout.url={value} is no address of a server. Write it as http://HOST:PORT, such as "
-                "http://127.0.0.1:30000, or leave it out, and the engine starts a server"
-            )
-
-
-def is_address(url: str) -> bool:
-    """True for http://HOST or https://HOST, with or without a port."""
-    try:
-        parts = urlsplit(url)
-        _ = parts.port  # raises ValueError for a port that is no number below 65536
-    except ValueError:
-        return False
-    return parts.scheme in ("http", "https") and bool(parts.hostname)

@@ -12,12 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from abc import abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,81 +25,35 @@ from unirl.models.base import CANARY_IDS, CANARY_PROMPTS, CanaryOutput, LatentCa
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline
 from unirl.models.denoising.pipeline import CANARY_SEQUENCE_LENGTH, CANARY_SIDE_TOKENS
 from unirl.rollout.engine.serving.engine import ServingEngine, seeds_of
-from unirl.rollout.engine.serving.server import Server
-from unirl.rollout.engine.serving.sigma_verify import UsedSettings, verify_used
+from unirl.rollout.engine.serving.latent_server import (
+    LatentAnswer,
+    LatentRequest,
+    LatentServer,
+    check_images,
+    check_length,
+    check_noise,
+    served_family,
+)
+from unirl.rollout.engine.serving.settings import FAKE
+from unirl.rollout.engine.serving.sigma_verify import verify_used
 from unirl.sde.gaussian import Gaussian
 from unirl.sde.kernels import EulerODE
 from unirl.types.batch import Batch
 from unirl.types.device import to_device
-from unirl.types.facts import LatentFacts
+from unirl.types.facts import LatentFacts, ModelFacts
 from unirl.types.protocols import TORCH_DTYPES
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp
-from unirl.types.sampling import DiffusionSamplingParams
+from unirl.types.sampling import DiffusionSamplingParams, Sampling, sampling_as
 from unirl.types.segments import LatentSegment, stored_positions
 
 ROUNDING = 2**-7
 """Largest relative difference between x_T and its copy in the trajectory, which may be rounded to bfloat16."""
 LOGP_TOLERANCE = 1e-3
 """Largest difference between a reported log-prob and that of the noise, nats per latent element."""
+CANARY_STEPS = 2
 GUIDANCE_TOLERANCE = 0.1
 """Largest relative difference between the guided velocity and that from both branches. Other scales differ by more."""
-
-
-@dataclass(frozen=True)
-class LatentRequest:
-    """One trajectory to be sampled."""
-
-    id: str
-    prompt: str
-    seed: int
-    """The seed of its random numbers, in [0, 2^31)."""
-
-
-@dataclass(frozen=True)
-class LatentAnswer:
-    """One sampled trajectory, as the server reports it."""
-
-    used: UsedSettings
-    latents: Tensor  # [K, *latent] at the positions that were asked for, in their order
-    logp: Tensor | None  # [S] log-probs of the stochastic steps, nats, mean over latent elements; None: not reported
-    weights: str | None
-    """The name of the weights that it was sampled from. None: answers do not have it; see `current_weights`."""
-
-
-class LatentServer(Server):
-    """A server that samples latents."""
-
-    sequence_length: int | None
-    """The number of text tokens that it always encodes. None: that of the request."""
-
-    @abstractmethod
-    def served(self, facts: LatentFacts) -> LatentFacts:
-        """The facts of a model as the server samples it: with its own schedule, if it takes no noise levels."""
-
-    @abstractmethod
-    def check_request(self, params: DiffusionSamplingParams) -> None:
-        """Raises IncompatibleError, naming the key, for sampling settings that the server does not have."""
-
-    @abstractmethod
-    def sample(self, request: LatentRequest, params: DiffusionSamplingParams, positions: Sequence[int]) -> LatentAnswer:
-        """Sample one trajectory, in one attempt, and return its latents at `positions`.
-
-        Args:
-            params: pinned. Its sigmas are those that the server is expected to use.
-
-        Raises:
-            RequestFailed, ServerBusy: another attempt may succeed.
-            EngineError: the server refuses the request, or its answer cannot be read.
-        """
-
-    @abstractmethod
-    def draws(self, seed: int, shape: Sequence[int], count: int) -> Tensor:
-        """[count, *shape] fp32 on the CPU: the noise of a seed, first x_T, then that of each stochastic step."""
-
-    @abstractmethod
-    def current_weights(self) -> str:
-        """The name of the weights that the server has now. Another text if it has other ones."""
 
 
 class LatentServingEngine(ServingEngine):
@@ -112,11 +63,12 @@ class LatentServingEngine(ServingEngine):
     numbers a server does not use: the distribution is the same.
     """
 
+    server_class: ClassVar[type[LatentServer]]
     pipeline: DiffusersPipeline[Any]
     server: LatentServer
 
-    def __init__(self, pipeline: DiffusersPipeline[Any], server: LatentServer) -> None:
-        sampled = self.capabilities.modalities
+    def __post_init__(self) -> None:
+        sampled, pipeline = self.capabilities.modalities, self.pipeline
         other = [each for each in pipeline.capabilities.modalities if each not in sampled]
         if pipeline.facts.condition_images[0] > 0 or other:
             what = f"makes samples of the kind {other[0]}" if other else "needs condition images"
@@ -124,9 +76,23 @@ class LatentServingEngine(ServingEngine):
                 f"{type(self).__name__} samples {' and '.join(sampled)} from texts, and {type(pipeline).__name__} "
                 f"{what}. Use another engine, such as rollout=replica"
             )
-        super().__init__(pipeline, server)
+        super().__post_init__()
         self.measured_guidance: set[tuple[float, str]] = set()
         """Scales and negative prompts whose effect was measured."""
+
+    @classmethod
+    def check_recipe(cls, facts: ModelFacts, sampling: Sampling, settings: Mapping[str, object]) -> None:
+        """Raises IncompatibleError for a model or for settings that the server does not sample. Nothing is built."""
+        server = cls.server_class
+        family = served_family(server.name, server.families, facts.family)
+        params = sampling_as(DiffusionSamplingParams, sampling, f"{server.name} samples with")
+        check_images(server.name, facts)
+        check_noise(server.name, params)
+        server.check_levels(params)
+        if settings["program"] != FAKE:
+            check_length(server.name, params, family.sequence_length)
+        if params.resolve_sde_indices(0):
+            server.check_kernel(params.kernel)
 
     def facts(self) -> LatentFacts:
         """The facts of the model with the schedule of the server: requests have the noise levels that it uses."""
@@ -155,23 +121,23 @@ class LatentServingEngine(ServingEngine):
         return CanaryResult(False, float(gap.abs().max()), float(relative))
 
     def _canary_params(self) -> DiffusionSamplingParams:
-        """One step without guidance, of a small image."""
+        """Two steps without guidance, of a small image. Not every schedule has one of a single step."""
         facts = self.facts()
         side = CANARY_SIDE_TOKENS * facts.vae_scale * facts.patch_size
         params = DiffusionSamplingParams(
             kernel=EulerODE(),
-            num_inference_steps=1,
+            num_inference_steps=CANARY_STEPS,
             height=side,
             width=side,
             max_sequence_length=self.server.sequence_length or CANARY_SEQUENCE_LENGTH,
         )
-        return params.pinned(0, facts.schedule.sigmas(1, facts.image_seq_len(params)).tolist())
+        return params.pinned(0, facts.schedule.sigmas(CANARY_STEPS, facts.image_seq_len(params)).tolist())
 
     def _velocity(self, request: LatentRequest, params: DiffusionSamplingParams) -> Tensor:
-        """The velocity [*latent] in the first step of a trajectory of one step: (x_1 - x_0) / (sigma_1 - sigma_0)."""
+        """The velocity [*latent] in the first step of a deterministic trajectory: (x_1 - x_0) / (sigma_1 - sigma_0)."""
         answer = self._checked(params, (0, 1), request)
         assert params.sigmas is not None
-        start, end = params.sigmas
+        start, end = params.sigmas[:2]
         return (answer.latents[1] - answer.latents[0]) / (end - start)
 
     # Samples
@@ -185,12 +151,12 @@ class LatentServingEngine(ServingEngine):
         stored = stored_positions(params.sde_indices or (), params.num_inference_steps)
         asked = tuple(sorted({0, *stored}))
         answers = self.answers([LatentRequest(*row) for row in rows], partial(self._checked, params, asked))
-        self.check_weights(
-            f"the {len(answers)} samples of {req.sample_ids[0]} and others", self.server.current_weights()
-        )
+        who = f"the {len(answers)} samples of {req.sample_ids[0]} and others"
+        self.check_weights(who, self.server.current_weights(), list(self.versions)[-1:])
         segment = self._segment(req, params, answers, [asked.index(position) for position in stored])
         cut = self.pipeline.cut_prompts(req.prompts(), params)
-        return response_of(req, conditions, segment, self.pipeline.decode(segment.final), cut)
+        resp = response_of(req, conditions, segment, self.pipeline.decode(segment.final), cut)
+        return self.with_versions(resp, [str(answer.weights) for answer in answers])
 
     def _check_request(self, req: RolloutReq, params: DiffusionSamplingParams) -> None:
         """Raises IncompatibleError, naming the key, for settings with which the server cannot sample."""
@@ -199,17 +165,20 @@ class LatentServingEngine(ServingEngine):
         check_length(name, params, self.server.sequence_length)
         if any(req.prompt_image_uris()):
             raise IncompatibleError(f"{name} gets prompts without images here. Use another engine: rollout=replica")
-        self.server.check_request(params)
+        if params.sde_indices:
+            self.server.check_kernel(params.kernel)
 
     def _checked(
         self, params: DiffusionSamplingParams, positions: Sequence[int], request: LatentRequest
     ) -> LatentAnswer:
         """The checked answer to one request, after retries. A retried request has the same seed."""
-        answer = self.server.insist(f"for {request.id}", lambda: self.server.sample(request, params, positions))
-        if answer.weights is not None:
-            self.check_weights(request.id, answer.weights)
+        answer, names = self.ask(request.id, lambda: self.server.sample(request, params, positions))
+        if answer.weights is None:  # no transfer begins while it is answered
+            answer = dataclasses.replace(answer, weights=names[0])
+        else:
+            self.check_weights(request.id, answer.weights, names)
         who = f"{self.server.name}, for {request.id}"
-        verify_used(who, params, answer.used)
+        verify_used(who, params, self.pipeline.facts.guidance_of(params), answer.used)
         self._check_latents(who, request, params, positions, answer)
         return answer
 
@@ -258,17 +227,18 @@ class LatentServingEngine(ServingEngine):
     def _measure_guidance(self, params: DiffusionSamplingParams) -> None:
         """Compare a guided velocity of the server with that from its two branches, once for each scale.
 
-        Raises SamplingMismatchError if the server guides in another way than the request says.
+        Raises SamplingMismatchError if the server guides in another way than the request says. The velocity is that
+        of the first noise level. A second expert is not measured: its scale must be reported.
         """
         guidance = self.pipeline.facts.guidance_of(params)
         key = (params.guidance_scale, params.negative_prompt)
-        if not guidance.active or key in self.measured_guidance:
-            return
         small = self._canary_params()
+        assert small.sigmas is not None
+        if guidance.scale_at(small.sigmas[0]) == 1.0 or not guidance.active or key in self.measured_guidance:
+            return
         length, negative = params.max_sequence_length, params.negative_prompt
         plain = dataclasses.replace(small, max_sequence_length=length)
         guided = dataclasses.replace(plain, guidance_scale=params.guidance_scale, negative_prompt=negative)
-        assert small.sigmas is not None
         cond, uncond, theirs = (
             self._velocity(LatentRequest("guidance", prompt, 0), settings)[None]
             for prompt, settings in ((CANARY_PROMPTS[0], plain), (negative, plain), (CANARY_PROMPTS[0], guided))
@@ -303,39 +273,6 @@ class LatentServingEngine(ServingEngine):
             step=req.step,
             anchors={},
         )
-
-
-def check_noise(name: str, params: DiffusionSamplingParams) -> None:
-    """Raises IncompatibleError, naming the key, for settings that no server has whose seeds determine all noise."""
-    if params.init_same_noise:
-        raise IncompatibleError(
-            f"sampling.init_same_noise=true: a seed of {name} determines the noise of all steps, so that samples "
-            "with the same x_T would be equal. Set sampling.init_same_noise=false"
-        )
-    if params.solver is not None or params.cache_threshold is not None:
-        key = "solver" if params.solver is not None else "cache_threshold"
-        raise IncompatibleError(f"sampling.{key}: {name} takes Euler steps, and computes all of them. Remove it")
-
-
-def check_length(name: str, params: DiffusionSamplingParams, length: int | None) -> None:
-    """Raises IncompatibleError if a server that always encodes `length` text tokens is to encode another number."""
-    if length is not None and params.max_sequence_length != length:
-        raise IncompatibleError(
-            f"sampling.max_sequence_length={params.max_sequence_length}: {name} always encodes {length} tokens of "
-            f"this model. Set sampling.max_sequence_length={length}"
-        )
-
-
-def model_folder(pipeline: DiffusersPipeline[Any], folder: Path) -> Path:
-    """The folder of the pipeline's checkpoint. A tiny model, which has none, is written to `folder`."""
-    bundle = pipeline.bundle
-    if bundle.root is not None:
-        return bundle.root
-    if not folder.exists():
-        bundle.offload(bundle.frozen)
-        pipeline.write_model({}, folder)
-        bundle.onload(bundle.frozen)
-    return folder
 
 
 def log_prob_of(params: DiffusionSamplingParams, step: int, noise: Tensor) -> float:

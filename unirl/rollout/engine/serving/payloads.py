@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import base64
 import pickle
+import re
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+
+ADAPTER_TENSOR = re.compile(r"(?P<layer>.+)\.(?P<side>lora_[AB])\.[^.]+\.weight")
+"""The name of an adapter's tensor in the trained network."""
 
 
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

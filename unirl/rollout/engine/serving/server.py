@@ -18,6 +18,7 @@ from unirl.config.errors import EngineError
 from unirl.config.http import MAX_PAUSE_S, RequestFailed, ServerBusy
 from unirl.distributed.weight_sync.base import WeightLayout
 from unirl.distributed.weight_sync.fingerprint import Fingerprint
+from unirl.rollout.engine.serving.in_flight import InFlight
 
 MAX_ATTEMPTS = 5
 """Attempts at one request before the run stops."""
@@ -30,6 +31,8 @@ class Server(ABC):
 
     name: ClassVar[str]
     """Its name in error messages."""
+    in_flight_modes: ClassVar[tuple[InFlight, ...]] = ("drain",)
+    """The values of `rollout.in_flight` that it can carry out."""
     concurrency: int
     """Number of requests that it gets at the same time."""
 
@@ -54,6 +57,14 @@ class Server(ABC):
             EngineError: it ends again and again, or a server that this process did not start does not answer.
             WeightsLostError: it was restarted, and the weights must be sent again.
         """
+
+    def interrupt(self, in_flight: InFlight) -> None:
+        """Abort or pause the running requests before a transfer, and let new ones wait until `proceed`."""
+        raise AssertionError(f"{self.name} does neither: its engine refuses the setting")
+
+    def proceed(self) -> None:
+        """Go on after `interrupt`."""
+        raise AssertionError(f"{self.name} does neither: its engine refuses the setting")
 
     @abstractmethod
     def begin_weights(self, name: str) -> None:

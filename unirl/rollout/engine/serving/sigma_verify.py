@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from unirl.config.errors import SamplingMismatchError
+from unirl.types.protocols import GuidanceLike
 from unirl.types.sampling import DiffusionSamplingParams
 
 TRAIN_TIMESTEPS = 1000
@@ -28,16 +29,17 @@ class UsedSettings:
     """Position of the trajectory to its timestep, which is TRAIN_TIMESTEPS times its noise level."""
     sde_indices: Sequence[int]
     """The stochastic steps."""
-    guidance_scale: float | None
-    """None: it does not say. `LatentServingEngine` then measures the scale."""
+    guidance_scales: Sequence[float] | None
+    """The scale of each step. None: it does not say; `LatentServingEngine` measures the effect of guidance."""
 
 
-def verify_used(who: str, params: DiffusionSamplingParams, used: UsedSettings) -> None:
+def verify_used(who: str, params: DiffusionSamplingParams, guidance: GuidanceLike, used: UsedSettings) -> None:
     """Raises SamplingMismatchError, with both lists, unless the settings used are those of the request.
 
     Args:
         who: the subject of the message, such as `SGLang, for r0:1`.
         params: pinned.
+        guidance: that of the model, at the scales of `params`.
     """
     assert params.sigmas is not None and params.sde_indices is not None, "a request is pinned"
     _compare(
@@ -50,8 +52,9 @@ def verify_used(who: str, params: DiffusionSamplingParams, used: UsedSettings) -
     wanted = [TRAIN_TIMESTEPS * params.sigmas[position] for position in used.timesteps]
     _compare(who, "timesteps", list(used.timesteps.values()), wanted, "the scheduler of the checkpoint")
     _compare(who, "stochastic steps", used.sde_indices, params.sde_indices, "sampling.sde_steps")
-    if used.guidance_scale is not None:
-        _compare(who, "guidance scale", [used.guidance_scale], [params.guidance_scale], "sampling.guidance_scale")
+    if used.guidance_scales is not None:
+        scales = [guidance.scale_at(sigma) for sigma in params.sigmas[:-1]]
+        _compare(who, "guidance scales", used.guidance_scales, scales, "sampling.guidance_scale, guidance_scale_2")
 
 
 def _compare(who: str, what: str, used: Sequence[float], wanted: Sequence[float], cause: str) -> None:

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -18,8 +18,7 @@ from unirl.config.errors import EngineError, IncompatibleError
 from unirl.distributed.weight_sync.base import CanaryResult
 from unirl.models.base import CanaryOutput, response_of
 from unirl.models.language.decoding import Response, ResponseBuilder
-from unirl.models.language.packing import prompts_of
-from unirl.models.language.pipeline import TextPipeline
+from unirl.models.language.pipeline import PlainPrompt, TextPipeline
 from unirl.models.language.stage import text_segment
 from unirl.rollout.engine.serving.engine import ServingEngine, seeds_of
 from unirl.rollout.engine.serving.server import Server
@@ -35,8 +34,7 @@ class TokenRequest:
     """One response to be sampled."""
 
     id: str
-    prompt: Sequence[int]
-    """The tokens of the prompt."""
+    prompt: PlainPrompt
     seed: int
     """The seed of its random numbers, in [0, 2^31)."""
 
@@ -48,8 +46,8 @@ class TokenAnswer:
     tokens: Sequence[int]
     logps: Sequence[float] | None
     """Log-prob of each token, nats: log_softmax(logits / temperature) before top_k and top_p. None: not reported."""
-    weights: str
-    """The name of the weights that it was sampled from, as the server reports it."""
+    weights: Sequence[str]
+    """The names of the weights that its tokens were sampled from, as the server reports them, in order."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +63,9 @@ class ProbeResult:
 class TokenServer(Server):
     """A server that samples tokens."""
 
+    reads_images: ClassVar[bool] = False
+    """It takes prompts with images."""
+
     @abstractmethod
     def complete(self, request: TokenRequest, params: ARSamplingParams) -> TokenAnswer:
         """Sample one response, in one attempt.
@@ -75,7 +76,7 @@ class TokenServer(Server):
         """
 
     @abstractmethod
-    def probe(self, prompts: Sequence[Sequence[int]], logits: Tensor) -> ProbeResult:
+    def probe(self, prompts: Sequence[PlainPrompt], logits: Tensor) -> ProbeResult:
         """Compare the server's logits after each prompt with `logits` [B, V]."""
 
 
@@ -89,39 +90,39 @@ class TokenServingEngine(ServingEngine):
     pipeline: TextPipeline[Any]
     server: TokenServer
 
-    def __init__(self, pipeline: TextPipeline[Any], server: TokenServer) -> None:
-        if pipeline.facts.condition_images != (0, 0):
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pipeline.facts.condition_images != (0, 0) and not self.server.reads_images:
             raise IncompatibleError(
-                f"{type(self).__name__} sends texts alone, and {type(pipeline).__name__} is for a model that reads "
-                "images. Use another engine, such as rollout=replica"
+                f"{type(self).__name__} sends texts alone, and {type(self.pipeline).__name__} is for a model that "
+                "reads images. Use another engine, such as rollout=sglang or rollout=replica"
             )
-        super().__init__(pipeline, server)
 
     def canary_inputs(self) -> PromptTokens:
         return self.pipeline.canary_inputs()
 
     def canary(self, inputs: Batch, answer: CanaryOutput) -> CanaryResult:
-        prompts = prompts_of({"prompt": inputs})
-        rows = [row.tolist() for row in prompts.tokens.split(prompts.lengths.tolist())]
-        result = self.server.probe(rows, answer.values.float().cpu())
+        prompts = self.pipeline.plain_prompts({"prompt": inputs})
+        result = self.server.probe(prompts, answer.values.float().cpu())
         return CanaryResult(False, result.absdiff, result.relative)
 
     def respond(self, req: RolloutReq) -> RolloutResp:
         _, params = req.only_track(ARSamplingParams)
         conditions = self.pipeline.encode(req, params)
-        prompts = prompts_of(conditions)
-        tokens = [row.tolist() for row in prompts.tokens.cpu().split(prompts.lengths.tolist())]
-        rows = zip(req.sample_ids, tokens, seeds_of(req, params, "tok"), strict=True)
+        prompts = self.pipeline.plain_prompts(conditions)
+        rows = zip(req.sample_ids, prompts, seeds_of(req, params, "tok"), strict=True)
         answers = self.answers([TokenRequest(*row) for row in rows], partial(self._answer, params))
         builder = ResponseBuilder(self.pipeline.bundle.codec, params, None)
         responses = [response_from(row, id, answers[row], builder) for row, id in enumerate(req.sample_ids)]
         segment = text_segment(responses, params)
-        return response_of(req, conditions, segment, self.pipeline.decoded(segment, req.sample_ids))
+        resp = response_of(req, conditions, segment, self.pipeline.decoded(segment, req.sample_ids))
+        return self.with_versions(resp, [answer.weights[0] for answer in answers])
 
     def _answer(self, params: ARSamplingParams, request: TokenRequest) -> TokenAnswer:
         """The checked answer to one request, after retries. A retried request has the same seed."""
-        answer = self.server.insist(f"for {request.id}", lambda: self.server.complete(request, params))
-        self.check_weights(request.id, answer.weights)
+        answer, names = self.ask(request.id, lambda: self.server.complete(request, params))
+        for weights in answer.weights:
+            self.check_weights(request.id, weights, names)
         self._check(request, answer, params)
         return answer
 

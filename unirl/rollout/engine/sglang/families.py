@@ -1,35 +1,36 @@
 """The model families that SGLang's diffusion server samples in rollout mode, and its form of their latents.
 
-SGLang has the parameters of both families under the names that diffusers gives them, so that weights keep their names.
-Each transfer is verified by these names.
+SGLang has the parameters of these families under the names that diffusers gives them, except those of fused layers.
+Each transfer is verified by the names of SGLang.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
-from unirl.distributed.weight_sync.base import WeightLayout
-from unirl.rollout.engine.sglang_llm.names import ADAPTER_TENSOR
+from unirl.models.denoising.packing import packed, unpacked
+from unirl.rollout.engine.serving.latent_server import LatentFamily
 from unirl.types.facts import LatentFacts
 from unirl.types.protocols import SigmaGrid
 
 
-@dataclass(frozen=True)
-class ServedFamily:
+@dataclass(frozen=True, kw_only=True)
+class ServedFamily(LatentFamily):
     """One family."""
 
     model_id: str
     """The name by which SGLang recognises a local folder, for the tiny models of scale=toy."""
-    num_text_encoders: int
-    sequence_length: int | None
-    """The number of text tokens that the server always encodes. None: that of the request."""
-    grid: SigmaGrid
+    num_text_encoders: int = 1
+    extra_tokens: int = 0
+    """Tokens that the server counts in addition to those of the request, such as the opening of a chat."""
+    grid: SigmaGrid = "clean"
     """The noise levels before the shift. The server takes none, and makes its own."""
-    packs: bool
-    """Its latents are sequences of tokens [H * W, C] instead of [C, H, W]."""
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """A layer of SGLang to the layers of diffusers whose rows it joins, in order."""
 
     def served(self, facts: LatentFacts) -> LatentFacts:
         """The facts of the model, with the schedule of the server."""
@@ -37,36 +38,48 @@ class ServedFamily:
 
     def packed_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The server's shape of latents [C, H, W]."""
+        if self.token_side is None:
+            return tuple(shape)
         channels, height, width = shape
-        return (height * width, channels) if self.packs else (channels, height, width)
+        area = self.token_side**2
+        return height * width // area, channels * area
 
     def packed(self, latents: Tensor) -> Tensor:
         """Latents [..., C, H, W] in the form of the server."""
-        return latents.flatten(-2).transpose(-1, -2).contiguous() if self.packs else latents
+        return latents if self.token_side is None else packed(latents, self.token_side).contiguous()
 
     def unpacked(self, latents: Tensor, shape: Sequence[int]) -> Tensor:
         """Latents of the server as [..., C, H, W]."""
-        if not self.packs:
-            return latents
-        _, height, width = shape
-        return latents.transpose(-1, -2).unflatten(-1, (height, width)).contiguous()
+        return latents if self.token_side is None else unpacked(latents, shape, self.token_side).contiguous()
+
+    def joined(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Tensors by the names of the server, and those that wait for the other parts of a fused layer."""
+        whole, waiting = {}, dict(tensors)
+        for name in tensors:
+            layer, _, leaf = name.rpartition(".")
+            head, _, last = layer.rpartition(".")
+            group = next(((own, parts) for own, parts in self.fused.items() if last in parts), None)
+            if group is None:
+                whole[name] = waiting.pop(name)
+                continue
+            own, parts = group
+            names = [f"{head}.{part}.{leaf}" for part in parts]
+            if last == parts[-1] and all(each in tensors for each in names):
+                whole[f"{head}.{own}.{leaf}"] = torch.cat([waiting.pop(each) for each in names])
+        return whole, waiting
 
 
 FAMILIES: Mapping[str, ServedFamily] = {
     "sd3": ServedFamily(
-        "stable-diffusion-3.5-medium", num_text_encoders=3, sequence_length=256, grid="diffusers", packs=False
+        model_id="stable-diffusion-3.5-medium", num_text_encoders=3, sequence_length=256, grid="diffusers"
     ),
-    "flux2_klein": ServedFamily(
-        "FLUX.2-klein-base-4B", num_text_encoders=1, sequence_length=512, grid="clean", packs=True
+    "flux2_klein": ServedFamily(model_id="FLUX.2-klein-base-4B", sequence_length=512, token_side=1),
+    "qwen_image": ServedFamily(
+        model_id="Qwen-Image",
+        extra_tokens=34,
+        blank=" ",
+        token_side=2,
+        fused={"to_added_qkv": ("add_q_proj", "add_k_proj", "add_v_proj")},
     ),
 }
 """By `ModelFacts.family`."""
-
-
-def wire_names(layout: WeightLayout) -> dict[str, str]:
-    """Tensor of a layout to its name in requests: that of diffusers, and for adapters `LAYER.lora_A.weight`."""
-    wire: dict[str, str] = {}
-    for name in layout.tensors:
-        match = ADAPTER_TENSOR.fullmatch(name) if layout.payload == "adapter" else None
-        wire[name] = name if match is None else f"{match['layer']}.{match['side']}.weight"
-    return wire

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 from torch import Tensor
@@ -126,6 +127,11 @@ def weights_from_tensors(tensors: Mapping[str, Tensor]) -> Body:
     """The body of /update_weights_from_tensor. All ranks of the server read one payload."""
     payload = pickled(list(copied(tensors).items()))
     return {"serialized_named_tensors": [payload], "load_format": None, "target_modules": [MODULE]}
+
+
+def weights_from_folder(folder: Path) -> Body:
+    """The body of /update_weights_from_disk. The files below `folder` may have some of the module's tensors only."""
+    return {"model_path": str(folder), "flush_cache": True, "target_modules": [MODULE]}
 
 
 def adapter_from_tensors(tensors: Mapping[str, Tensor], spec: LoraSpec) -> Body:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-import shutil
-import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -16,78 +14,87 @@ from torch import Tensor
 
 from unirl.config.errors import EngineError, IncompatibleError, SyncError
 from unirl.config.http import Reply
-from unirl.distributed.weight_sync.base import WeightLayout
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, pipeline_class
 from unirl.rollout.engine.serving.fake import fake_command
-from unirl.rollout.engine.serving.http_server import HttpServer, ServerAccess, option_words
-from unirl.rollout.engine.serving.latents import LatentAnswer, LatentRequest, LatentServer, model_folder
+from unirl.rollout.engine.serving.http_server import option_words
+from unirl.rollout.engine.serving.latent_server import (
+    LatentAnswer,
+    LatentFamily,
+    LatentRequest,
+    LatentServer,
+    check_density,
+)
 from unirl.rollout.engine.serving.process import LOOPBACK, free_port
+from unirl.rollout.engine.serving.settings import InstalledServerSettings, ServerTransport
 from unirl.rollout.engine.serving.sigma_verify import UsedSettings
 from unirl.rollout.engine.sglang import messages
-from unirl.rollout.engine.sglang.families import FAMILIES, ServedFamily, wire_names
+from unirl.rollout.engine.sglang.families import FAMILIES
+from unirl.rollout.engine.sglang.shared_file import SharedFile
 from unirl.rollout.engine.sglang_llm.messages import Outcome
 from unirl.rollout.engine.sglang_llm.server import Program
-from unirl.sde.kernels import CPSSDEStrategy
 from unirl.types.device import CPU
 from unirl.types.facts import LatentFacts
 from unirl.types.protocols import Kernel
 from unirl.types.sampling import DiffusionSamplingParams
 
-OWN_ARGUMENTS = (
-    *("model-path", "model-id", "host", "port", "scheduler-port", "master-port", "backend", "num-gpus", "tp-size"),
-    *("base-gpu-id", "dit-precision", "text-encoder-precisions", "lora-merge-mode", "warmup-mode"),
-)
-"""Arguments of the server that this file sets."""
 LoraMergeMode = Literal["dynamic", "merge", "auto"]
 LAYERS = re.compile(r"Updated (\d+) LoRA layers .* \(skipped (\d+) unknown layers\)")
 PRECISIONS: Mapping[torch.dtype, str] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class DiffusionServerSettings:
-    """Settings of a server, as `SGLangRolloutEngine` documents them."""
+@dataclass(kw_only=True)
+class SGLangDiffusionSettings(InstalledServerSettings):
+    """Settings of SGLang's diffusion server. It computes one sample after the other, whatever `concurrency` is."""
 
-    program: Program
-    model_id: str | None
-    tp_size: int
-    lora_merge_mode: LoraMergeMode
-    verify_weights: bool
-    engine_args: Mapping[str, object]
-    env: Mapping[str, str]
-    concurrency: int
+    environment: ClassVar[str] = "sglang"
+
+    program: Program = "sglang"
+    """The server that is started: `sglang`, or `fake`, a small server of UniRL that speaks the same protocol, runs on a
+    CPU without sglang, and is used at scale=toy."""
+    model_id: str | None = None
+    """The name of the model on the hub without the owner, such as stable-diffusion-3.5-medium, if bundle.path is a
+    folder. Absent: the end of bundle.path."""
+    tp_size: int = 1
+    """Tensor-parallel ranks of a server that the engine starts."""
+    lora_merge_mode: LoraMergeMode = "dynamic"
+    """The word dynamic adds adapters in every forward, in their own dtype. The word merge adds them to the weights,
+    which is faster and rounds small updates away in bfloat16; auto lets SGLang choose."""
+    transport: ServerTransport = "http"
+    """The way of weights from the engine to its server. http: in requests. ipc: a file in the main memory of the
+    machine, which both must share. Adapters travel in requests."""
+    verify_weights: bool = True
+    """Compare a checksum of the server's weights after every rollout, since its answers do not name the weights. It
+    reads all weights of the trained module."""
+    engine_args: Mapping[str, object] = field(default_factory=dict)
+    """Further arguments of the server, such as {attention_backend: fa}."""
 
 
-class SGLangDiffusionServer(HttpServer, LatentServer):
+class SGLangDiffusionServer(LatentServer):
     """A process of `sglang.multimodal_gen`, or a server that runs at `rollout.url`."""
 
     name: ClassVar[str] = "SGLang"
     health: ClassVar[str] = "/health"
+    own_arguments: ClassVar[Collection[str]] = (
+        *("model_path", "model_id", "host", "port", "scheduler_port", "master_port", "backend", "num_gpus", "tp_size"),
+        *("base_gpu_id", "dit_precision", "text_encoder_precisions", "lora_merge_mode", "warmup_mode"),
+    )
+    families: ClassVar[Mapping[str, LatentFamily]] = FAMILIES
+    settings: SGLangDiffusionSettings
 
     def __init__(
-        self, pipeline: DiffusersPipeline[Any], folder: Path, access: ServerAccess, settings: DiffusionServerSettings
+        self, pipeline: DiffusersPipeline[Any], folder: Path, log: Path, settings: SGLangDiffusionSettings
     ) -> None:
-        """
-        Args:
-            folder: gets the files of a tiny model, which has none of its own, and is removed at the end.
-        """
-        super().__init__(access)
-        self._remove = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        self.pipeline = pipeline
-        self.family = served_family(pipeline.facts.family)
-        self.folder = folder
-        self.settings = settings
-        self.concurrency = settings.concurrency
-        self.sequence_length = None if settings.program == "fake" else self.family.sequence_length
-        self.extra_words = option_words(settings.engine_args, OWN_ARGUMENTS)
-        self.layout: WeightLayout | None = None
-        self.root = folder
-        self.wire: Mapping[str, str] = {}
-        """Tensor of the layout to its name in requests."""
+        super().__init__(pipeline, folder, log, settings)
+        self.family = FAMILIES[pipeline.facts.family]
+        self.extra_words = option_words(settings.engine_args)
         self.hashes: dict[str, str] = {}
         """The hashes of the tensors of the last transfer, by their names in requests."""
+        self.parts: Mapping[str, Tensor] = {}
+        """Tensors of fused layers whose other parts are still under way."""
         self.adapter_tensors: dict[str, Tensor] = {}
         """The adapter that is under way, by the names of its tensors in requests."""
-        self.weights_name = ""
+        self.file = SharedFile(folder / "sent", messages.MODULE) if settings.transport == "ipc" else None
+        """The way of whole weights if `rollout.transport` is ipc."""
         self.checksum = ""
         """The checksum of the server's weights after the last transfer."""
         self.checksum_of: dict[str, str] = {}
@@ -95,45 +102,23 @@ class SGLangDiffusionServer(HttpServer, LatentServer):
 
     # The process
 
-    def prepare(self, layout: WeightLayout) -> None:
-        self.root = model_folder(self.pipeline, self.folder / "base")
-        spec = layout.adapter
-        if spec is not None and spec.alpha != int(spec.alpha):
-            raise SyncError(
-                f"backend.lora_cfg.alpha={spec.alpha:g}: {self.name} takes integers only. Use an integer, or "
-                "sync.merge_adapters=true"
-            )
-        self.layout = layout
-        self.wire = wire_names(layout)
-
     @property
     def model_id(self) -> str:
-        """The name by which SGLang recognises the model. Raises IncompatibleError for a folder without one."""
+        """The name by which SGLang recognises the model."""
         bundle = self.pipeline.bundle
         if self.settings.model_id is not None:
             return self.settings.model_id
-        if bundle.root is None:
-            return self.family.model_id
-        if Path(bundle.path).is_dir():
-            raise IncompatibleError(
-                f"bundle.path={bundle.path} is a folder, and {self.name} recognises a model by its name. Set "
-                f"rollout.model_id to its name on the hub without the owner, such as {self.family.model_id}"
-            )
-        return bundle.path.rpartition("/")[2]
+        return self.family.model_id if bundle.root is None else bundle.path.rpartition("/")[2]
 
     def words(self, python: str, port: int) -> list[str]:
         own = ["--port", str(port), "--model-id", self.model_id, "--dit-precision", self._precision]
-        if self.settings.program == "fake":
+        if self.settings.is_fake:
             fake = fake_command("sglang", self.pipeline, self.root, port)
             return [*fake, "--", "--model-id", self.model_id, *self._flags(), *self.extra_words]
         launch = [python, "-m", "sglang.multimodal_gen.runtime.launch_server", "--model-path", str(self.root)]
         encoders = ["--text-encoder-precisions", *[self._precision] * self.family.num_text_encoders]
         ports = ["--scheduler-port", str(free_port()), "--master-port", str(free_port())]
         return [*launch, "--host", LOOPBACK, *own, *ports, *encoders, *self._flags(), *self.extra_words]
-
-    @property
-    def _dtype(self) -> str:
-        return str(self.pipeline.bundle.dtype).removeprefix("torch.")
 
     @property
     def _precision(self) -> str:
@@ -146,17 +131,13 @@ class SGLangDiffusionServer(HttpServer, LatentServer):
         flags += ["--num-gpus", str(settings.tp_size), "--tp-size", str(settings.tp_size)]
         return flags + (["--base-gpu-id", str(device.index)] if device.type != "cpu" and device.index else [])
 
-    def env(self) -> Mapping[str, str]:
-        return {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads()), **self.settings.env}
-
     def check_ready(self) -> None:
         model = self.get("/model_info", messages.DiffusionModelInfo)
         wanted = pipeline_class(self.pipeline.bundle).__name__
         if model.architectures != [wanted]:
-            where = f"at rollout.url={self.access.url}" if self.access.url else "that was started"
-            raise IncompatibleError(
-                f"the {self.name} server {where} serves {', '.join(model.architectures)} ({model.model_path}), and the "
-                f"recipe trains {wanted}. Start it with --model-path {self.root}"
+            raise self.mismatch(
+                f"serves {', '.join(model.architectures)} ({model.model_path}), and the recipe trains {wanted}",
+                f"Start it with --model-path {self.root}",
             )
 
     def restore(self) -> bool:
@@ -168,18 +149,29 @@ class SGLangDiffusionServer(HttpServer, LatentServer):
     def served(self, facts: LatentFacts) -> LatentFacts:
         return self.family.served(facts)
 
-    def check_request(self, params: DiffusionSamplingParams) -> None:
-        if params.sde_indices:
-            check_kernel(params.kernel)
+    @classmethod
+    def check_levels(cls, params: DiffusionSamplingParams) -> None:
+        if params.sigmas is not None or params.tail_fraction is not None:
+            key = "sigmas" if params.sigmas is not None else "tail_fraction"
+            raise IncompatibleError(f"sampling.{key}: SGLang takes no noise levels, and makes its own. Remove it")
+
+    @classmethod
+    def check_kernel(cls, kernel: Kernel) -> None:
+        if type(kernel) not in messages.KERNELS:
+            known, name = " or ".join(kind.__name__ for kind in messages.KERNELS), type(kernel).__name__
+            raise IncompatibleError(f"sampling.kernel: SGLang has no {name}. Use {known} of unirl.sde.kernels")
+        check_density(cls.name, kernel)
 
     def sample(self, request: LatentRequest, params: DiffusionSamplingParams, positions: Sequence[int]) -> LatentAnswer:
-        length = None if self.sequence_length is not None else params.max_sequence_length
-        body = messages.generate(request.prompt, request.seed, params, positions, self._noise_device.type, length)
+        length = None if self.sequence_length is not None else params.max_sequence_length + self.family.extra_tokens
+        blank = self.family.blank
+        prompt, params = request.prompt or blank, replace(params, negative_prompt=params.negative_prompt or blank)
+        body = messages.generate(prompt, request.seed, params, positions, self._noise_device.type, length)
         rows = self._read_samples(self.post("/rollout/generate", body))
         if len(rows) != 1:
             raise EngineError(f"{self.name} answered {request.id} with {len(rows)} samples, and one was asked for")
         [row] = rows
-        if (row.prompt, row.seed) != (request.prompt, request.seed):
+        if (row.prompt, row.seed) != (prompt, request.seed):
             raise EngineError(f"{self.name} answered {request.id} with the sample of seed {row.seed}, {row.prompt!r}")
         trajectory = row.dit_trajectory
         try:
@@ -199,7 +191,7 @@ class SGLangDiffusionServer(HttpServer, LatentServer):
             sigmas=sigmas.tolist(),
             timesteps=dict(zip(positions, timesteps.tolist(), strict=True)),
             sde_indices=stochastic,
-            guidance_scale=None,
+            guidance_scales=None,
         )
         shape = self.pipeline.facts.latent_shape(params)
         kept = logps[list(steps)].float()
@@ -214,7 +206,7 @@ class SGLangDiffusionServer(HttpServer, LatentServer):
     @property
     def _noise_device(self) -> torch.device:
         """The device that draws noise. A server on a GPU can only draw the noise of its steps there."""
-        return CPU if self.settings.program == "fake" else self.pipeline.bundle.device
+        return CPU if self.settings.is_fake else self.pipeline.bundle.device
 
     def draws(self, seed: int, shape: Sequence[int], count: int) -> Tensor:
         device = self._noise_device
@@ -228,13 +220,20 @@ class SGLangDiffusionServer(HttpServer, LatentServer):
 
     def begin_weights(self, name: str) -> None:
         self.weights_name, self.has_lost_weights = name, False
-        self.hashes, self.adapter_tensors = {}, {}
+        self.hashes, self.adapter_tensors, self.parts = {}, {}, {}
 
     def send_weights(self, tensors: Mapping[str, Tensor]) -> None:
         named = {self.wire[name]: tensor for name, tensor in tensors.items()}
-        self.hashes |= {name: messages.tensor_hash(tensor) for name, tensor in named.items()}
         if self._sends_adapter:
+            self.hashes |= {name: messages.tensor_hash(tensor) for name, tensor in named.items()}
             self.adapter_tensors |= messages.copied(named)
+            return
+        whole, waiting = self.family.joined({**self.parts, **named})
+        self.hashes |= {name: messages.tensor_hash(tensor) for name, tensor in whole.items()}
+        self.parts = messages.copied(waiting)
+        if self.file is not None:
+            self.file.write(named)
+            self._change("/update_weights_from_disk", messages.weights_from_folder(self.file.folder))
         else:
             self._change("/update_weights_from_tensor", messages.weights_from_tensors(named))
 
@@ -299,29 +298,4 @@ class SGLangDiffusionServer(HttpServer, LatentServer):
         self.recover()
         self._change("/resume_memory_occupation", {})
         if self.checksum and self._checksum() != self.checksum:
-            raise SyncError(f"{self.name} has other weights after its sleep than before: see {self.access.log}")
-
-    def stop(self) -> None:
-        super().stop()
-        self._remove()
-
-
-def check_kernel(kernel: Kernel) -> None:
-    """Raises IncompatibleError for a kernel that SGLang does not have."""
-    if type(kernel) not in messages.KERNELS:
-        known, name = " or ".join(kind.__name__ for kind in messages.KERNELS), type(kernel).__name__
-        raise IncompatibleError(f"sampling.kernel: SGLang has no {name}. Use {known} of unirl.sde.kernels")
-    if isinstance(kernel, CPSSDEStrategy) and kernel.log_prob_form != "gaussian":
-        raise IncompatibleError(
-            f"sampling.kernel.log_prob_form={kernel.log_prob_form}: log-probs of SGLang are those of the density. Set "
-            "log_prob_form=gaussian"
-        )
-
-
-def served_family(family: str) -> ServedFamily:
-    """The family at the server. Raises IncompatibleError if the server does not sample it."""
-    if family not in FAMILIES:
-        raise IncompatibleError(
-            f"the engine for SGLang has no family {family}: it knows {', '.join(FAMILIES)}. Use rollout=replica"
-        )
-    return FAMILIES[family]
+            raise SyncError(f"{self.name} has other weights after its sleep than before: see {self.log}")

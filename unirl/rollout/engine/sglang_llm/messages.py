@@ -5,17 +5,21 @@ sglang itself is not imported: its packages belong to the environment of the ser
 
 from __future__ import annotations
 
+import base64
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 from torch import Tensor
 
+from unirl.models.language.pipeline import PlainPrompt
 from unirl.rollout.engine.serving.payloads import bytes_of, copied, pickled
 from unirl.types.facts import LoraSpec
 from unirl.types.sampling import ARSamplingParams
 
 Body = dict[str, object]
+PNG = "data:image/png;base64,"
+"""The beginning of an image in a request."""
 BASE = "base_model.model."
 """The beginning of the names of adapter tensors, as peft writes them."""
 
@@ -129,22 +133,25 @@ def sampling_params(params: ARSamplingParams, ends: Sequence[int], seed: int | N
 
 
 def generate(
-    rid: str, prompt: Sequence[int], sampling: Body, adapter: str | None, scored: Sequence[int] | None = None
+    rid: str, prompt: PlainPrompt, sampling: Body, adapter: str | None, scored: Sequence[int] | None = None
 ) -> Body:
     """The body of /generate for one prompt.
 
     Args:
         rid: the name of the request, under which it can be aborted.
+        prompt: the server replaces each placeholder of an image by as many as the image has tokens.
         adapter: the name of the adapter to sample with.
         scored: tokens whose log-probs are reported at every position, in addition to the sampled ones.
     """
     body: Body = {
         "rid": rid,
-        "input_ids": list(prompt),
+        "input_ids": prompt.tokens,
         "sampling_params": sampling,
         "return_logprob": True,
         "return_prompt_token_ids": True,
     }
+    if prompt.images:
+        body["image_data"] = [PNG + base64.b64encode(image).decode() for image in prompt.images]
     if adapter is not None:
         body["lora_path"] = adapter
     return body if scored is None else body | {"token_ids_logprob": list(scored)}

@@ -7,7 +7,6 @@ server        model.layers.0.self_attn.qkv_proj.weight: q, k and v joined
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +16,9 @@ from unirl.distributed.weight_sync.base import WeightLayout
 from unirl.models.language.bundle import LanguageFamily
 from unirl.models.loading.completeness import read_headers
 from unirl.models.loading.saved_weights import LANGUAGE_WEIGHTS
+from unirl.rollout.engine.serving.payloads import ADAPTER_TENSOR
 from unirl.rollout.engine.sglang_llm.messages import BASE
 
-ADAPTER_TENSOR = re.compile(r"(?P<layer>.+)\.(?P<side>lora_[AB])\.[^.]+\.weight")
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 FUSED: Mapping[str, tuple[str, tuple[str, ...]]] = {
     **dict.fromkeys(QKV, ("qkv_proj", QKV)),

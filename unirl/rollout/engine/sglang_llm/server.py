@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import secrets
-import shutil
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -17,17 +15,21 @@ from torch import Tensor
 from unirl.config.errors import EngineError, IncompatibleError, SyncError
 from unirl.config.http import PROBE_TIMEOUT_S, RequestFailed, ServerBusy
 from unirl.distributed.weight_sync.base import WeightLayout
-from unirl.models.language.pipeline import TextPipeline
+from unirl.models.language.pipeline import PlainPrompt, TextPipeline
 from unirl.rollout.engine.serving.fake import fake_command
-from unirl.rollout.engine.serving.http_server import HttpServer, ServerAccess, option_words
+from unirl.rollout.engine.serving.http_server import HttpServer, option_words
+from unirl.rollout.engine.serving.in_flight import InFlight
 from unirl.rollout.engine.serving.payloads import copied
 from unirl.rollout.engine.serving.process import LOOPBACK
+from unirl.rollout.engine.serving.settings import InstalledServerSettings
 from unirl.rollout.engine.serving.tokens import ProbeResult, TokenAnswer, TokenRequest, TokenServer
 from unirl.rollout.engine.sglang_llm import messages
 from unirl.rollout.engine.sglang_llm.checksums import ChecksumProof, SentTensors
 from unirl.rollout.engine.sglang_llm.names import checkpoint_names, wire_names
 from unirl.types.sampling import ARSamplingParams
 
+PAUSES: Mapping[InFlight, str] = {"abort": "abort", "pause": "retract"}
+"""Mode of /pause_generation. `retract` computes keys and values of the tokens so far again, with the new weights."""
 PROBED_TOKENS = 32
 """The most likely tokens after a prompt, whose log-probs the probe compares."""
 PROBE_TEMPERATURES = (0.0, 2.0)
@@ -36,28 +38,33 @@ SEEDED = ARSamplingParams(max_new_tokens=16, temperature=5.0)
 """Almost uniform draws, for the check of seeds."""
 FLUSH_S = 60
 """Seconds that requests have to end before the server goes to sleep."""
-OWN_ARGUMENTS = (
-    *("model-path", "host", "port", "dtype", "device", "base-gpu-id", "tp-size", "mem-fraction-static"),
-    *("context-length", "enable-deterministic-inference", "enable-memory-saver", "enable-weights-cpu-backup"),
-    *("enable-lora", "max-lora-rank", "lora-target-modules", "max-loaded-loras", "max-loras-per-batch"),
-)
-"""Arguments of the server that this file sets."""
 Program = Literal["sglang", "fake"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class SGLangSettings:
-    """Settings of a server, as `SGLangLLMRolloutEngine` documents them."""
+@dataclass(kw_only=True)
+class SGLangSettings(InstalledServerSettings):
+    """Settings of SGLang's server of a language model."""
 
-    program: Program
-    tp_size: int
-    mem_fraction_static: float | None
-    context_length: int | None
-    deterministic: bool
-    enable_memory_saver: bool
-    engine_args: Mapping[str, object]
-    env: Mapping[str, str]
-    concurrency: int
+    environment: ClassVar[str] = "sglang"
+
+    program: Program = "sglang"
+    """The server that is started: `sglang`, or `fake`, a small server of UniRL that speaks the same protocol, runs on a
+    CPU without sglang, and is used at scale=toy."""
+    tp_size: int = 1
+    """Tensor-parallel ranks of a server that the engine starts."""
+    mem_fraction_static: float | None = None
+    """Share of the device memory for weights and the key-value cache. Absent: SGLang chooses."""
+    context_length: int | None = None
+    """The most tokens of a prompt and its response. Absent: those of the model."""
+    deterministic: bool = True
+    """Start the server with --enable-deterministic-inference, without which SGLang ignores seeds: false is faster, and
+    such a run is not reproducible."""
+    enable_memory_saver: bool = True
+    """Let the server free its device memory while the trainer uses it. A copy of the weights then is in main memory. It
+    is needed where both share devices."""
+    engine_args: Mapping[str, object] = field(default_factory=dict)
+    """Further arguments of sglang.launch_server, such as {attention_backend: fa3}."""
+    concurrency: int = 128
 
 
 class SGLangServer(HttpServer, TokenServer):
@@ -65,21 +72,20 @@ class SGLangServer(HttpServer, TokenServer):
 
     name: ClassVar[str] = "SGLang"
     health: ClassVar[str] = "/ready"
+    reads_images: ClassVar[bool] = True
+    in_flight_modes: ClassVar[tuple[InFlight, ...]] = ("drain", "abort", "pause")
+    own_arguments: ClassVar[Collection[str]] = (
+        *("model_path", "host", "port", "dtype", "device", "base_gpu_id", "tp_size", "mem_fraction_static"),
+        *("context_length", "enable_deterministic_inference", "enable_memory_saver", "enable_weights_cpu_backup"),
+        *("enable_lora", "max_lora_rank", "lora_target_modules", "max_loaded_loras", "max_loras_per_batch"),
+    )
+    pipeline: TextPipeline[Any]
+    settings: SGLangSettings
 
-    def __init__(
-        self, pipeline: TextPipeline[Any], folder: Path, access: ServerAccess, settings: SGLangSettings
-    ) -> None:
-        """
-        Args:
-            folder: gets the files of a tiny model, which has none of its own, and is removed at the end.
-        """
-        super().__init__(access)
-        self._remove = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        self.pipeline = pipeline
-        self.folder = folder
-        self.settings = settings
+    def __init__(self, pipeline: TextPipeline[Any], folder: Path, log: Path, settings: SGLangSettings) -> None:
+        super().__init__(pipeline, folder, log, settings)
         self.concurrency = settings.concurrency
-        self.extra_words = option_words(settings.engine_args, OWN_ARGUMENTS)
+        self.extra_words = option_words(settings.engine_args)
         self.layout: WeightLayout | None = None
         self.root = folder
         self.wire: Mapping[str, str] = {}
@@ -92,7 +98,6 @@ class SGLangServer(HttpServer, TokenServer):
         """The adapter that is under way, by the names of its tensors in requests."""
         self.adapter: str | None = None
         """The adapter that requests name."""
-        self.weights_name = ""
         self.is_updating = False
         """True from /begin_weight_update to /end_weight_update."""
         self.has_checked_seeds = False
@@ -109,20 +114,17 @@ class SGLangServer(HttpServer, TokenServer):
                 self.pipeline.write_model({}, self.root)
         else:
             self.root = bundle.directory_of(bundle.path, bundle.revision)
+        check_pause(self.settings.in_flight, layout.payload == "adapter")
         self.layout = layout
         self.wire = wire_names(layout, checkpoint_names(self.root, bundle.family))
 
     def words(self, python: str, port: int) -> list[str]:
-        own = ["--port", str(port), "--dtype", self._dtype]
-        if self.settings.program == "fake":
+        own = ["--port", str(port), "--dtype", self.dtype]
+        if self.settings.is_fake:
             fake = fake_command("sglang_llm", self.pipeline, self.root, port)
             return [*fake, "--", *self._flags(), *self.extra_words]
         launch = [python, "-m", "sglang.launch_server", "--model-path", str(self.root), "--host", LOOPBACK]
         return [*launch, *own, *self._flags(), *self.extra_words]
-
-    @property
-    def _dtype(self) -> str:
-        return str(self.pipeline.bundle.dtype).removeprefix("torch.")
 
     def _flags(self) -> list[str]:
         """The arguments that follow from the settings, the device and the trained adapters."""
@@ -147,32 +149,27 @@ class SGLangServer(HttpServer, TokenServer):
             flags += ["--max-loaded-loras", "2", "--max-loras-per-batch", "2"]
         return flags
 
-    def env(self) -> Mapping[str, str]:
-        return {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads()), **self.settings.env}
-
     def check_ready(self) -> None:
         info = self.info = self.get("/server_info", messages.ServerInfo)
         model, family = self.get("/model_info", messages.ModelInfo), self.pipeline.bundle.family.name
         has_lora = self.layout is not None and self.layout.adapter is not None
         if model.model_type not in (None, family):
-            self._mismatch(
-                f"serves a model of type {model.model_type} ({model.model_path}), not {family}", str(self.root)
-            )
-        if info.dtype not in (self._dtype, "auto"):
-            self._mismatch(f"computes in {info.dtype}, and bundle.dtype is {self._dtype}", f"--dtype {self._dtype}")
+            what = f"serves a model of type {model.model_type} ({model.model_path}), not {family}"
+            raise self.mismatch(what, f"Start it with {self.root}")
+        if info.dtype not in (self.dtype, "auto"):
+            what = f"computes in {info.dtype}, and bundle.dtype is {self.dtype}"
+            raise self.mismatch(what, f"Start it with --dtype {self.dtype}")
         if info.dp_size != 1:
-            self._mismatch(f"has dp_size={info.dp_size}: it cannot take over weights", "--dp-size 1")
+            raise self.mismatch(f"has dp_size={info.dp_size}: it cannot take over weights", "Start it with --dp-size 1")
         if self.settings.deterministic and not info.enable_deterministic_inference:
-            self._mismatch(
+            raise self.mismatch(
                 "ignores seeds, so that the run is not reproducible (or set rollout.deterministic=false)",
-                "--enable-deterministic-inference",
+                "Start it with --enable-deterministic-inference",
             )
         if has_lora and not info.enable_lora:
-            self._mismatch("cannot load adapters", "--enable-lora with --max-lora-rank and --lora-target-modules")
-
-    def _mismatch(self, what: str, wanted: str) -> None:
-        where = f"at rollout.url={self.access.url}" if self.access.url else "that was started"
-        raise IncompatibleError(f"the {self.name} server {where} {what}. Start it with {wanted}")
+            raise self.mismatch(
+                "cannot load adapters", "Start it with --enable-lora with --max-lora-rank and --lora-target-modules"
+            )
 
     def restore(self) -> bool:
         self.is_updating, self.adapter = False, None
@@ -185,12 +182,12 @@ class SGLangServer(HttpServer, TokenServer):
         check_sampling(params)
         row = self._generate(request.id, request.prompt, params, request.seed)
         logps = [float("nan") if logp is None else logp for logp, _, _ in row.meta_info.output_token_logprobs]
-        return TokenAnswer(row.output_ids, logps, row.meta_info.weight_version)
+        return TokenAnswer(row.output_ids, logps, weights_of(row.meta_info))
 
     def _generate(
         self,
         id: str,
-        prompt: Sequence[int],
+        prompt: PlainPrompt,
         params: ARSamplingParams,
         seed: int,
         scored: Sequence[int] | None = None,
@@ -208,8 +205,15 @@ class SGLangServer(HttpServer, TokenServer):
         meta = row.meta_info
         if meta.finish_reason.type == "abort":
             raise RequestFailed(f"the server aborted {id}: {meta.finish_reason.message}")
-        if meta.id != rid or row.prompt_token_ids != list(prompt):
+        if meta.id != rid or (row.prompt_token_ids != prompt.expanded and not prompt.images):
             raise EngineError(f"{self.name} answered {id} with the response to another request, {meta.id}")
+        if row.prompt_token_ids != prompt.expanded:
+            raise EngineError(
+                f"{self.name} reads the {len(prompt.images)} images in the prompt of {id} as another number of tokens: "
+                f"the prompt has {len(row.prompt_token_ids)} tokens there, and {len(prompt.expanded)} here. It scales "
+                "images to the bounds of the checkpoint: pipeline.min_pixels and pipeline.max_pixels must lie within "
+                "them, and the server may not have --mm-process-config"
+            )
         scored_tokens = [token for _, token, _ in meta.output_token_logprobs]
         if scored_tokens != row.output_ids or meta.completion_tokens != len(row.output_ids):
             raise EngineError(
@@ -217,11 +221,11 @@ class SGLangServer(HttpServer, TokenServer):
                 f"{row.output_ids[:8]}... ({len(row.output_ids)}) with log-probs of {scored_tokens[:8]}... "
                 f"({len(scored_tokens)})"
             )
-        versions = {span.version for span in meta.weight_versions} | {meta.weight_version}
-        if len(versions) > 1:
+        weights = weights_of(meta)
+        if len(weights) > 1 and self.settings.in_flight != "pause":
             raise SyncError(
-                f"{self.name} sampled {id} from several weights, {', '.join(sorted(versions))}: another program sent "
-                "weights to the same server meanwhile. Give each run its own server"
+                f"{self.name} sampled {id} from several weights, {', '.join(weights)}: another program sent weights to "
+                "the same server meanwhile. Give each run its own server"
             )
         return row
 
@@ -231,6 +235,12 @@ class SGLangServer(HttpServer, TokenServer):
             self.post("/abort_request", {"rid": rid}, timeout_s=PROBE_TIMEOUT_S)
 
     # Weights
+
+    def interrupt(self, in_flight: InFlight) -> None:
+        self.insist_on("/pause_generation", {"mode": PAUSES[in_flight]})
+
+    def proceed(self) -> None:
+        self.insist_on("/continue_generation", {})
 
     def begin_weights(self, name: str) -> None:
         self.weights_name, self.has_lost_weights = name, False
@@ -309,7 +319,7 @@ class SGLangServer(HttpServer, TokenServer):
 
     # Checks of what it computes
 
-    def probe(self, prompts: Sequence[Sequence[int]], logits: Tensor) -> ProbeResult:
+    def probe(self, prompts: Sequence[PlainPrompt], logits: Tensor) -> ProbeResult:
         """Compares the log-probs of likely tokens, and at first checks that seeds are kept."""
         if self.settings.deterministic and not self.has_checked_seeds:
             self._check_seeds(prompts[0])
@@ -323,7 +333,7 @@ class SGLangServer(HttpServer, TokenServer):
         scale = float(logits.double().square().mean().sqrt())
         return ProbeResult(float(gap.abs().max()), float(gap.square().mean().sqrt()) / scale)
 
-    def _gaps(self, prompt: Sequence[int], logits: Tensor, temperature: float) -> Tensor:
+    def _gaps(self, prompt: PlainPrompt, logits: Tensor, temperature: float) -> Tensor:
         """Differences between the server's log-probs of the token after a prompt and those of `logits` [V]."""
         likely = logits.topk(min(PROBED_TOKENS, len(logits))).indices.tolist()
         params = ARSamplingParams(max_new_tokens=1, temperature=temperature)
@@ -335,7 +345,7 @@ class SGLangServer(HttpServer, TokenServer):
         theirs = torch.tensor([float("nan") if logp is None else logp for logp, _, _ in scores], dtype=torch.float64)
         return theirs - (logits / (temperature or 1.0)).log_softmax(0)[tokens]
 
-    def _check_seeds(self, prompt: Sequence[int]) -> None:
+    def _check_seeds(self, prompt: PlainPrompt) -> None:
         """Raises EngineError unless equal seeds give equal responses and another seed gives another one."""
 
         def sampled(seed: int) -> list[int]:
@@ -367,11 +377,21 @@ class SGLangServer(HttpServer, TokenServer):
         self.recover()
         self.post_once("/resume_memory_occupation", {})
         if self._checksums() != self.asleep:
-            raise SyncError(f"{self.name} has other weights after its sleep than before: see {self.access.log}")
+            raise SyncError(f"{self.name} has other weights after its sleep than before: see {self.log}")
 
-    def stop(self) -> None:
-        super().stop()
-        self._remove()
+
+def weights_of(meta: messages.Meta) -> list[str]:
+    """The names of the weights that a response was sampled from, in the order of its tokens, without repetitions."""
+    return list(dict.fromkeys([span.version for span in meta.weight_versions] or [meta.weight_version]))
+
+
+def check_pause(in_flight: InFlight, sends_adapters: bool) -> None:
+    """Raises IncompatibleError for requests that are to go on with another adapter than they name."""
+    if in_flight == "pause" and sends_adapters:
+        raise IncompatibleError(
+            "rollout.in_flight=pause: a request names its adapter, so that it cannot go on with another one. Use drain "
+            "or abort, or set sync.merge_adapters=true"
+        )
 
 
 def check_sampling(params: ARSamplingParams) -> None:

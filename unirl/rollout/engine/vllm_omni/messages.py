@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from torch import Tensor
 
+from unirl.rollout.engine.serving.latent_server import LatentRequest
+from unirl.rollout.engine.vllm_omni.families import OmniFamily
 from unirl.rollout.engine.vllm_omni.program.trajectory import StepWeights
 from unirl.sde.kernels import EulerODE, LinearKernel
-from unirl.types.facts import LoraSpec
+from unirl.types.facts import LatentFacts, LoraSpec
 from unirl.types.protocols import TORCH_DTYPES
 from unirl.types.sampling import DiffusionSamplingParams
 
@@ -39,39 +41,39 @@ class SampleFacts(msgspec.Struct):
     id: str
     prompt: str
     weights: str
-    guidance_scale: str
 
 
 def order(
-    id: str,
-    prompt: str,
-    seed: int,
+    request: LatentRequest,
     params: DiffusionSamplingParams,
-    shape: Sequence[int],
     positions: Sequence[int],
+    facts: LatentFacts,
+    family: OmniFamily,
     max_sequence_length: int,
 ) -> Body:
     """The body of /sample. The server knows no kernels: each step has the weights of its mean, and its std.
 
     Args:
-        shape: of the latents, without the batch.
         positions: those whose latents are returned.
     """
     assert params.sigmas is not None
     return {
-        "id": id,
-        "prompt": prompt,
-        "negative_prompt": params.negative_prompt,
-        "seed": seed,
+        "id": request.id,
+        "prompt": request.prompt or family.blank,
+        "negative_prompt": params.negative_prompt or family.blank,
+        "seed": request.seed,
         "height": params.height,
         "width": params.width,
         "num_frames": params.num_frames,
-        "shape": list(shape),
+        "shape": list(facts.latent_shape(params)),
+        "token_side": family.token_side,
+        "timestep_scale": facts.timestep_scale,
         "sigmas": list(params.sigmas),
         "steps": [[step.on_x, step.on_v, step.std] for step in steps_of(params)],
         "positions": list(positions),
         "trajectory_dtype": str(TORCH_DTYPES[params.trajectory_dtype]).removeprefix("torch."),
         "guidance_scale": params.guidance_scale,
+        "guidance_scale_2": params.guidance_scale_2,
         "max_sequence_length": max_sequence_length,
     }
 
@@ -101,8 +103,7 @@ def begin(name: str, spec: LoraSpec | None) -> Body:
     """
     if spec is None:
         return {"name": name, "adapter": None}
-    settings = {"r": spec.rank, "lora_alpha": spec.alpha, "target_modules": list(spec.targets)}
-    return {"name": name, "adapter": settings}
+    return {"name": name, "adapter": {"r": spec.rank, "lora_alpha": spec.alpha}}
 
 
 def entries(tensors: Mapping[str, Tensor], alignment: int) -> tuple[list[tuple[str, str, list[int], int]], int]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -16,22 +14,27 @@ import torch
 from torch import Tensor
 
 import unirl
-from unirl.config.errors import EngineError, IncompatibleError, InvalidValueError, SyncError
+from unirl.config.errors import EngineError, IncompatibleError, SyncError
 from unirl.config.http import Reply
-from unirl.distributed.weight_sync.base import WeightLayout
 from unirl.distributed.weight_sync.fingerprint import Fingerprint
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline
 from unirl.rollout.engine.serving.fake import fake_command
-from unirl.rollout.engine.serving.http_server import HttpServer, ServerAccess, shown
-from unirl.rollout.engine.serving.latents import LatentAnswer, LatentRequest, LatentServer, model_folder
+from unirl.rollout.engine.serving.http_server import shown
+from unirl.rollout.engine.serving.latent_server import (
+    LatentAnswer,
+    LatentFamily,
+    LatentRequest,
+    LatentServer,
+    check_density,
+)
+from unirl.rollout.engine.serving.settings import InstalledServerSettings, ServerTransport
 from unirl.rollout.engine.serving.sigma_verify import UsedSettings
-from unirl.rollout.engine.sglang.families import wire_names
 from unirl.rollout.engine.vllm_omni import messages
-from unirl.rollout.engine.vllm_omni.families import FAMILIES, OmniFamily
+from unirl.rollout.engine.vllm_omni.families import FAMILIES
 from unirl.rollout.engine.vllm_omni.program.trajectory import seeded_draws
 from unirl.rollout.engine.vllm_omni.program.wire import read_fingerprints
-from unirl.rollout.engine.vllm_omni.transports import TRANSPORTS, ServerTransport, WeightTransport
-from unirl.sde.kernels import CPSSDEStrategy, LinearKernel
+from unirl.rollout.engine.vllm_omni.transports import TRANSPORTS, WeightTransport
+from unirl.sde.kernels import LinearKernel
 from unirl.types.facts import LatentFacts
 from unirl.types.protocols import Kernel
 from unirl.types.sampling import DiffusionSamplingParams
@@ -39,53 +42,46 @@ from unirl.types.sampling import DiffusionSamplingParams
 VERSION = "0.30.0"
 """The version of vllm-omni that the program was written against."""
 PROGRAM = "unirl.rollout.engine.vllm_omni.program.serve"
-OWN_SETTINGS = ("model", "model_class_name", "dtype", "num_gpus", "worker_extension_cls", "enable_sleep_mode")
-"""Fields of `OmniDiffusionConfig` that this file sets, or the program."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 Program = Literal["vllm_omni", "fake"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class OmniServerSettings:
-    """Settings of a server, as `VLLMOmniRolloutEngine` documents them."""
+@dataclass(kw_only=True)
+class VLLMOmniSettings(InstalledServerSettings):
+    """Settings of a server of vLLM-Omni."""
 
-    program: Program
-    transport: ServerTransport
-    max_num_seqs: int
-    enable_sleep_mode: bool
-    engine_args: Mapping[str, object]
-    env: Mapping[str, str]
-    concurrency: int
+    environment: ClassVar[str] = "vllm_omni"
+
+    program: Program = "vllm_omni"
+    """The server that is started: `vllm_omni`, or `fake`, a small server of UniRL that speaks the same protocol, runs
+    on a CPU without vllm-omni, and is used at scale=toy."""
+    transport: ServerTransport = "http"
+    """The way of weights from the engine to its server. http: in requests, through main memory. ipc: a buffer on the
+    device that both share, by CUDA IPC."""
+    max_num_seqs: int = 1
+    """Samples that share a forward. With more than 1 the bits of a sample depend on the others."""
+    enable_sleep_mode: bool = True
+    """Let the server free its device memory while the trainer uses it. It is needed where both share devices, and works
+    on a GPU only."""
+    engine_args: Mapping[str, object] = field(default_factory=dict)
+    """Further fields of OmniDiffusionConfig of vLLM-Omni, such as {enforce_eager: true}."""
 
 
-class VLLMOmniServer(HttpServer, LatentServer):
+class VLLMOmniServer(LatentServer):
     """A process with vLLM-Omni, or one that runs at `rollout.url`."""
 
     name: ClassVar[str] = "vLLM-Omni"
     health: ClassVar[str] = "/health"
+    own_arguments: ClassVar[Collection[str]] = (
+        *("model", "model_class_name", "dtype", "num_gpus", "worker_extension_cls", "enable_sleep_mode"),
+    )
+    """Fields of `OmniDiffusionConfig` that this file sets, or the program."""
+    families: ClassVar[Mapping[str, LatentFamily]] = FAMILIES
+    settings: VLLMOmniSettings
 
-    def __init__(
-        self, pipeline: DiffusersPipeline[Any], folder: Path, access: ServerAccess, settings: OmniServerSettings
-    ) -> None:
-        """
-        Args:
-            folder: gets the way to the program, and the files of a tiny model, which has none of its own. It is removed
-                at the end.
-        """
-        super().__init__(access)
-        self._remove = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        self.pipeline = pipeline
-        self.family = served_family(pipeline.facts.family)
-        self.folder = folder
-        self.settings = settings
-        self.concurrency = settings.concurrency
-        self.sequence_length = None if settings.program == "fake" else self.family.sequence_length
-        check_settings(settings.engine_args)
-        self.layout: WeightLayout | None = None
-        self.root = folder
-        self.wire: Mapping[str, str] = {}
-        """Tensor of the layout to its name in requests."""
-        self.weights_name = ""
+    def __init__(self, pipeline: DiffusersPipeline[Any], folder: Path, log: Path, settings: VLLMOmniSettings) -> None:
+        super().__init__(pipeline, folder, log, settings)
+        self.family = FAMILIES[pipeline.facts.family]
         self.held: Mapping[str, Fingerprint] = {}
         """The fingerprints that the server reported after the last transfer, by their names in requests."""
         self.can_sleep = False
@@ -93,43 +89,35 @@ class VLLMOmniServer(HttpServer, LatentServer):
 
     # The process
 
-    def prepare(self, layout: WeightLayout) -> None:
-        self.root = model_folder(self.pipeline, self.folder / "base")
-        self.layout = layout
-        self.wire = wire_names(layout)
-
     @property
     def _server_device(self) -> torch.device:
         """The device of a server that is started here. A fake one has the CPU."""
-        return torch.device("cpu") if self.settings.program == "fake" else self.pipeline.bundle.device
-
-    @property
-    def _dtype(self) -> str:
-        return str(self.pipeline.bundle.dtype).removeprefix("torch.")
+        return torch.device("cpu") if self.settings.is_fake else self.pipeline.bundle.device
 
     def engine_settings(self) -> dict[str, object]:
         """The fields of `OmniDiffusionConfig`."""
         own = {
             "model": str(self.root),
             "model_class_name": self.family.pipeline,
-            "dtype": self._dtype,
+            "dtype": self.dtype,
             "enable_sleep_mode": self.settings.enable_sleep_mode,
             "max_num_seqs": self.settings.max_num_seqs,
         }
+        given = self.pipeline.bundle.configs.settings
+        own |= {name: given[name] for name in self.family.settings if name in given}
         return own | dict(self.settings.engine_args)
 
     def words(self, python: str, port: int) -> list[str]:
-        if self.settings.program == "fake":
+        if self.settings.is_fake:
             return fake_command("vllm_omni", self.pipeline, self.root, port)
         return [python, "-m", PROGRAM, "--port", str(port), "--settings", json.dumps(self.engine_settings())]
 
     def env(self) -> Mapping[str, str]:
-        common = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads())}
-        if self.settings.program == "fake":
-            return {**common, **self.settings.env}
-        own = dict(self.settings.env)
+        own = dict(super().env())
+        if self.settings.is_fake:
+            return own
         paths = [str(self._program_folder()), *([own.pop("PYTHONPATH")] if "PYTHONPATH" in own else [])]
-        return {**common, "PYTHONPATH": os.pathsep.join(paths), **self._device(), **own}
+        return {"PYTHONPATH": os.pathsep.join(paths), **self._device(), **own}
 
     def _program_folder(self) -> Path:
         """A folder with a link to UniRL and nothing else, so that the server finds the program and no other package."""
@@ -150,19 +138,18 @@ class VLLMOmniServer(HttpServer, LatentServer):
 
     def check_ready(self) -> None:
         info = self.get("/info", messages.OmniInfo)
-        where = f"at rollout.url={self.access.url}" if self.access.url else "that was started"
-        wanted = {"pipeline": self.family.pipeline, "dtype": self._dtype}
+        wanted = {"pipeline": self.family.pipeline, "dtype": self.dtype}
         for key, value in wanted.items():
             has = {"pipeline": info.pipeline, "dtype": info.dtype}[key]
             if has != value:
-                raise IncompatibleError(
-                    f"the {self.name} server {where} has {key} {has} ({info.model}), and the recipe needs {value}. "
-                    f"Start it with the model in {self.root} and dtype {self._dtype}"
+                raise self.mismatch(
+                    f"has {key} {has} ({info.model}), and the recipe needs {value}",
+                    f"Start it with the model in {self.root} and dtype {self.dtype}",
                 )
         if info.engine == "vllm-omni" and info.version != VERSION:
-            raise IncompatibleError(
-                f"the {self.name} server {where} is of version {info.version}; the program of UniRL is for {VERSION}. "
-                f"Install vllm-omni=={VERSION} in its environment"
+            raise self.mismatch(
+                f"is of version {info.version}; the program of UniRL is for {VERSION}",
+                f"Install vllm-omni=={VERSION} in its environment",
             )
         self.can_sleep = info.can_sleep
 
@@ -175,25 +162,34 @@ class VLLMOmniServer(HttpServer, LatentServer):
     def served(self, facts: LatentFacts) -> LatentFacts:
         return facts  # it takes the noise levels of a request
 
-    def check_request(self, params: DiffusionSamplingParams) -> None:
-        if params.sde_indices:
-            check_kernel(params.kernel)
+    @classmethod
+    def check_kernel(cls, kernel: Kernel) -> None:
+        if not isinstance(kernel, LinearKernel) or kernel.multistep:
+            raise IncompatibleError(
+                f"sampling.kernel: {cls.name} takes kernels whose mean is linear in x and v, and "
+                f"{type(kernel).__name__} is none. Use FlowSDEStrategy, DanceSDEStrategy or CPSSDEStrategy of "
+                "unirl.sde.kernels"
+            )
+        check_density(cls.name, kernel)
 
     def sample(self, request: LatentRequest, params: DiffusionSamplingParams, positions: Sequence[int]) -> LatentAnswer:
-        shape = self.pipeline.facts.latent_shape(params)
-        length = self.sequence_length or params.max_sequence_length
-        body = messages.order(request.id, request.prompt, request.seed, params, shape, positions, length)
+        body = self.order(request, params, positions)
         tensors, facts = self._read_sample(request.id, self.post("/sample", body))
-        if (facts.id, facts.prompt) != (request.id, request.prompt):
+        if (facts.id, facts.prompt) != (request.id, body["prompt"]):
             raise EngineError(f"{self.name} answered {request.id} with the sample of {facts.id}, {facts.prompt!r}")
         timesteps = tensors["timesteps"].tolist()
         used = UsedSettings(
             sigmas=tensors["sigmas"].tolist(),
             timesteps=dict(enumerate(timesteps)),
             sde_indices=params.sde_indices or (),
-            guidance_scale=float(facts.guidance_scale),
+            guidance_scales=tensors["guidance_scales"].tolist(),
         )
         return LatentAnswer(used, tensors["latents"], tensors["logp"].float(), facts.weights)
+
+    def order(self, request: LatentRequest, params: DiffusionSamplingParams, positions: Sequence[int]) -> messages.Body:
+        """The body of the request for a sample."""
+        length = self.sequence_length or params.max_sequence_length
+        return messages.order(request, params, positions, self.pipeline.facts, self.family, length)
 
     def _read_sample(self, id: str, reply: Reply) -> tuple[dict[str, Tensor], messages.SampleFacts]:
         """The tensors and facts in an answer. Raises EngineError for one that cannot be read."""
@@ -207,7 +203,7 @@ class VLLMOmniServer(HttpServer, LatentServer):
             facts = msgspec.convert(header["__metadata__"], messages.SampleFacts)
         except (SafetensorError, ValueError, KeyError, msgspec.DecodeError) as error:
             raise EngineError(f"{self.name}: its answer to {id} cannot be read: {error}") from error
-        missing = {"latents", "logp", "timesteps", "sigmas"} - set(tensors)
+        missing = {"latents", "logp", "timesteps", "sigmas", "guidance_scales"} - set(tensors)
         if missing:
             raise EngineError(f"{self.name}: its answer to {id} has no {sorted(missing)[0]}")
         return tensors, facts
@@ -268,42 +264,4 @@ class VLLMOmniServer(HttpServer, LatentServer):
         self.recover()
         self.insist_on("/wake_up", {})
         if self.held and self._fingerprints("/weights/held") != self.held:
-            raise SyncError(f"{self.name} has other weights after its sleep than before: see {self.access.log}")
-
-    def stop(self) -> None:
-        super().stop()
-        self._remove()
-
-
-def check_kernel(kernel: Kernel) -> None:
-    """Raises IncompatibleError for a kernel whose steps a request cannot describe."""
-    name = VLLMOmniServer.name
-    if not isinstance(kernel, LinearKernel) or kernel.multistep:
-        raise IncompatibleError(
-            f"sampling.kernel: {name} takes kernels whose mean is linear in x and v, and {type(kernel).__name__} is "
-            "none. Use FlowSDEStrategy, DanceSDEStrategy or CPSSDEStrategy of unirl.sde.kernels"
-        )
-    if isinstance(kernel, CPSSDEStrategy) and kernel.log_prob_form != "gaussian":
-        raise IncompatibleError(
-            f"sampling.kernel.log_prob_form={kernel.log_prob_form}: log-probs of {name} are those of the density. Set "
-            "log_prob_form=gaussian"
-        )
-
-
-def served_family(family: str) -> OmniFamily:
-    """The family at the server. Raises IncompatibleError if the engine does not sample it."""
-    if family not in FAMILIES:
-        raise IncompatibleError(
-            f"the engine for vLLM-Omni has no family {family}: it knows {', '.join(FAMILIES)}. Use rollout=replica"
-        )
-    return FAMILIES[family]
-
-
-def check_settings(arguments: Mapping[str, object]) -> None:
-    """Raises InvalidValueError for a field of `rollout.engine_args` that the engine sets itself."""
-    taken = [name for name in arguments if name in OWN_SETTINGS]
-    if taken:
-        raise InvalidValueError(
-            f"rollout.engine_args sets {taken[0]}, which the engine sets itself: leave it out, and use the settings of "
-            "rollout and bundle"
-        )
+            raise SyncError(f"{self.name} has other weights after its sleep than before: see {self.log}")

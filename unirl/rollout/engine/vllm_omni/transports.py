@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,11 +17,11 @@ from torch import Tensor
 from unirl.distributed.weight_sync.buckets import ALIGNMENT
 from unirl.distributed.weight_sync.listening_routes import share_buffer
 from unirl.rollout.engine.serving.http_server import HttpServer
+from unirl.rollout.engine.serving.payloads import bytes_of
+from unirl.rollout.engine.serving.settings import ServerTransport
 from unirl.rollout.engine.vllm_omni import messages
-from unirl.rollout.engine.vllm_omni.program.wire import BINARY, bucket_body
+from unirl.rollout.engine.vllm_omni.program.wire import BINARY, bucket_head
 from unirl.types.device import synchronize
-
-ServerTransport = Literal["http", "ipc"]
 
 
 class WeightTransport(ABC):
@@ -40,8 +39,8 @@ class WeightTransport(ABC):
     def send(self, tensors: Mapping[str, Tensor]) -> None:
         """Send tensors by their names in requests. Returns when the server has them; their memory is then free."""
 
-    def _announce(self, header: Mapping[str, object], data: bytes | memoryview = b"") -> None:
-        body = bucket_body(header, data)
+    def _announce(self, header: Mapping[str, object], data: Sequence[bytes | memoryview] = ()) -> None:
+        body = [bucket_head(header), *data]
         self.server.insist("to /weights/bucket", lambda: self.server.post_bytes("/weights/bucket", body, BINARY))
 
 
@@ -53,8 +52,7 @@ class HttpTransport(WeightTransport):
 
     def send(self, tensors: Mapping[str, Tensor]) -> None:
         entries, size = messages.entries(tensors, ALIGNMENT)
-        data = packed(tensors, entries, torch.empty(size, dtype=torch.uint8))
-        self._announce({"by": "body", "entries": entries, "num_bytes": size}, data.numpy().data)
+        self._announce({"by": "body", "entries": entries, "num_bytes": size}, parts(tensors))
 
 
 class SharedBufferTransport(WeightTransport):
@@ -70,7 +68,7 @@ class SharedBufferTransport(WeightTransport):
     def send(self, tensors: Mapping[str, Tensor]) -> None:
         entries, size = messages.entries(tensors, ALIGNMENT)
         buffer = self._buffer(size)
-        packed(tensors, entries, buffer)
+        pack(tensors, entries, buffer)
         synchronize(self.device)
         self._announce({"by": "buffer", "entries": entries, "num_bytes": size})
 
@@ -86,12 +84,17 @@ class SharedBufferTransport(WeightTransport):
         return self.buffer
 
 
-def packed(tensors: Mapping[str, Tensor], entries: list[tuple[str, str, list[int], int]], buffer: Tensor) -> Tensor:
-    """The buffer [bytes] uint8, filled with the tensors at their offsets."""
+def parts(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
+    """The bytes of the tensors, each where `messages.entries` places it. Those in main memory are not copied."""
+    padded = ((bytes_of(tensor), bytes(-tensor.nbytes % ALIGNMENT)) for tensor in tensors.values())
+    return [part for pair in padded for part in pair]
+
+
+def pack(tensors: Mapping[str, Tensor], entries: list[tuple[str, str, list[int], int]], buffer: Tensor) -> None:
+    """Copy the tensors into the buffer [bytes] uint8, at their offsets."""
     for name, _, shape, offset in entries:
         tensor = tensors[name]
         buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(shape).copy_(tensor.detach())
-    return buffer
 
 
 TRANSPORTS: Mapping[ServerTransport, type[WeightTransport]] = {"http": HttpTransport, "ipc": SharedBufferTransport}

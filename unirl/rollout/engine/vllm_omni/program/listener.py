@@ -26,7 +26,8 @@ class WireReply:
     """The share of the body that is sent before the connection closes. None: all of it. 0: no response at all."""
 
 
-Handler = Callable[[bytes], WireReply]
+Handler = Callable[[memoryview], WireReply]
+"""Answers a request. Its body is valid until the handler returns."""
 
 
 def json_reply(body: object, status: int = 200) -> WireReply:
@@ -54,6 +55,8 @@ def wire_server(port: int, routes: Mapping[tuple[str, str], Handler], not_found:
 
     class WireHandler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        buffer = bytearray()
+        """The memory of the bodies of a connection. New memory for each of them would take longer than reading them."""
 
         def do_GET(self) -> None:
             self._answer("GET")
@@ -66,7 +69,10 @@ def wire_server(port: int, routes: Mapping[tuple[str, str], Handler], not_found:
             if length > MAX_BODY_BYTES:
                 self.close_connection = True
                 return self._send(json_reply({"error": f"the body has {length} bytes"}, 413))
-            body = self.rfile.read(length)
+            if length > len(self.buffer):
+                self.buffer = bytearray(length)
+            body = memoryview(self.buffer)[:length]
+            self.rfile.readinto(body)
             handler = routes.get((method, urlsplit(self.path).path))
             self._send(handler(body) if handler else not_found)
 

@@ -72,11 +72,9 @@ class OmniBackend:
         tensors = {
             "latents": output.trajectory_latents,
             "logp": output.trajectory_log_probs,
-            "timesteps": facts["timesteps"],
-            "sigmas": facts["sigmas"],
+            **{name: facts[name] for name in ("timesteps", "guidance_scales", "sigmas")},
         }
-        told = {"id": order["id"], "prompt": order["prompt"], "weights": facts["weights"]}
-        return tensors, {**told, "guidance_scale": repr(facts["guidance_scale"])}
+        return tensors, {"id": order["id"], "prompt": order["prompt"], "weights": facts["weights"]}
 
     async def _last_output(self, request: Any) -> Any:
         """The output of a request. The first call of `_call` has started the engine's own loop."""
@@ -91,8 +89,8 @@ class OmniBackend:
     def open_buffer(self, handle: Mapping[str, Any]) -> None:
         self._call("unirl_open", handle)
 
-    def bucket(self, bucket: Mapping[str, Any], body: bytes) -> None:
-        self._call("unirl_bucket", bucket, body)
+    def bucket(self, bucket: Mapping[str, Any], body: memoryview) -> None:
+        self._call("unirl_bucket", bucket, bytes(body))
 
     def end(self) -> Mapping[str, Fingerprint]:
         return self._call("unirl_end")
@@ -133,6 +131,8 @@ def request_of(order: Body, adapter: Any) -> Any:
         num_inference_steps=len(order["steps"]),
         sigmas=list(order["sigmas"][:-1]),
         guidance_scale=order["guidance_scale"],
+        guidance_scale_2=order["guidance_scale_2"],
+        true_cfg_scale=order["guidance_scale"],  # the name of the scale for Qwen-Image
         max_sequence_length=order["max_sequence_length"],
         seed=order["seed"],
         output_type="latent",

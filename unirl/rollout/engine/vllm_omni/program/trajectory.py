@@ -43,6 +43,8 @@ class Schedule:
     """The positions whose latents are recorded."""
     dtype: str
     """The dtype to which latents are rounded after each step, before anything is computed from them."""
+    timestep_scale: float = TRAIN_TIMESTEPS
+    """The network gets timestep_scale * sigma as its timestep."""
 
     @classmethod
     def of(cls, order: Mapping[str, Any]) -> Schedule:
@@ -52,7 +54,7 @@ class Schedule:
         positions = tuple(int(position) for position in order["positions"])
         if len(sigmas) != len(steps) + 1 or not all(0 <= position < len(sigmas) for position in positions):
             raise ValueError(f"{len(sigmas)} sigmas do not fit {len(steps)} steps and the positions {list(positions)}")
-        return cls(sigmas, steps, positions, str(order["trajectory_dtype"]))
+        return cls(sigmas, steps, positions, str(order["trajectory_dtype"]), float(order["timestep_scale"]))
 
     @property
     def stochastic(self) -> tuple[int, ...]:
@@ -66,7 +68,8 @@ class Recording:
 
     latents: Tensor  # [B, K, *latent] on the CPU
     logp: Tensor  # [B, S] nats, mean over latent elements
-    timesteps: Tensor  # [T] those that the network was given
+    timesteps: Tensor  # [T] those that the network was given, as 1000 sigma
+    guidance_scales: Tensor  # [T] 1 where there was no guidance
     sigmas: Tensor  # [T + 1]
 
 
@@ -93,6 +96,7 @@ class RecordingScheduler:
         self.x = self._stored(self.noise[0].to(device))
         self.num_steps, self.num_draws = 0, 1
         self.given: list[float] = []
+        self.scales: list[float] = []
         self.kept: list[Tensor] = []
         self.logps: list[Tensor] = []
         self._keep()
@@ -104,6 +108,7 @@ class RecordingScheduler:
         sigmas: Any = None,
         mu: float | None = None,
         timesteps: Any = None,
+        **others: Any,
     ) -> None:
         """Ignore the schedule of the pipeline: that of the request is used."""
         if device is not None:
@@ -118,14 +123,19 @@ class RecordingScheduler:
 
     def exact_timestep(self, given: Tensor) -> Tensor:
         """The timestep of the present step, fp32, for a network that was given one which may be rounded."""
-        timestep = self.timesteps[self.num_steps].to(given.device)
-        if not torch.allclose(given.float(), timestep, rtol=2**-7, atol=1e-3):
+        scale = self.schedule.timestep_scale
+        timestep = (self.sigmas[self.num_steps] * scale).to(given.device)
+        if not torch.allclose(given.float(), timestep, rtol=2**-7, atol=1e-6 * scale):
             raise RuntimeError(
                 f"the pipeline gives its network the timesteps {given.flatten().tolist()} at step {self.num_steps}, "
                 f"and that of the request is {float(timestep):g}"
             )
-        self.given = [*self.given[: self.num_steps], float(timestep)]
+        self.given = [*self.given[: self.num_steps], float(timestep) / scale * TRAIN_TIMESTEPS]
         return timestep.expand(given.shape)
+
+    def note_guidance(self, scale: float) -> None:
+        """Record the guidance scale of the present step; 1 = without guidance."""
+        self.scales = [*self.scales[: self.num_steps], scale]
 
     def step(self, model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor]:
         """Make one step from the velocity [B, *latent]. Returns the next latents in the dtype of `sample`."""
@@ -153,8 +163,10 @@ class RecordingScheduler:
         """The trajectories. Raises RuntimeError unless all steps were made."""
         if self.num_steps != len(self.schedule.steps):
             raise RuntimeError(f"the pipeline made {self.num_steps} of {len(self.schedule.steps)} steps")
-        if len(self.given) != self.num_steps:
-            raise RuntimeError(f"the network was called in {len(self.given)} of {self.num_steps} steps")
+        for what, noted in {"the network was called": self.given, "its guidance was seen": self.scales}.items():
+            if len(noted) != self.num_steps:
+                raise RuntimeError(f"{what} in {len(noted)} of {self.num_steps} steps")
         rows = len(self.x)
         logp = torch.stack(self.logps, 1) if self.logps else torch.zeros(rows, 0)
-        return Recording(torch.stack(self.kept, 1), logp, torch.tensor(self.given), self.sigmas)
+        told = torch.tensor(self.given), torch.tensor(self.scales)
+        return Recording(torch.stack(self.kept, 1), logp, *told, self.sigmas)

@@ -16,8 +16,18 @@ FUSED: Mapping[str, tuple[str, ...]] = {
     "add_kv_proj": ("add_q_proj", "add_k_proj", "add_v_proj"),
 }
 """A layer of vLLM-Omni to the layers of diffusers whose rows it joins, in order."""
-RENAMED = ((".to_out.0.", ".to_out."),)
+RENAMED = (
+    (".to_out.0.", ".to_out."),
+    (".ffn.net.0.", ".ffn.net_0."),
+    (".ffn.net.2.", ".ffn.net_2."),
+    ("scale_shift_table", "output_scale_shift_prepare.scale_shift_table"),
+)
 """Parts of names of diffusers that vLLM-Omni writes in another way."""
+
+
+def fused_parts(part: str) -> tuple[str, ...]:
+    """The layers of diffusers that are joined with `part`, in order."""
+    return next(parts for parts in FUSED.values() if part in parts)
 
 
 class BucketReader:
@@ -31,10 +41,11 @@ class BucketReader:
         """Open the buffer of the client: CUDA IPC, or a file in shared memory."""
         self.buffer = open_buffer(dict(handle), self.device)
 
-    def tensors(self, bucket: Mapping[str, Any], body: bytes) -> dict[str, Tensor]:
-        """The tensors of a bucket by name. Those of a shared buffer must be read before the request is answered."""
+    def tensors(self, bucket: Mapping[str, Any], body: bytes | memoryview) -> dict[str, Tensor]:
+        """The tensors of a bucket by name, as views. They must be read before the request is answered."""
         if bucket["by"] == "body":
-            data = torch.frombuffer(bytearray(body), dtype=torch.uint8)
+            view = memoryview(body)
+            data = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
         elif self.buffer is None:
             raise ValueError("no shared buffer was opened")
         else:
@@ -53,45 +64,73 @@ def unpacked(entries: Iterable[tuple[str, str, list[int], int]], data: Tensor) -
 
 
 class HeldWeights:
-    """The parameters of a network of vLLM-Omni by the names of diffusers."""
+    """The parameters of the networks of a pipeline of vLLM-Omni by the names of diffusers.
 
-    def __init__(self, network: nn.Module) -> None:
-        self.network = network
-        self.names = frozenset(name for name, _ in network.named_parameters())
+    Of several networks, such as the two experts of Wan 2.2, each name begins with that of its network in the pipeline.
+    """
+
+    def __init__(self, networks: Mapping[str, nn.Module]) -> None:
+        """
+        Args:
+            networks: by their names in the pipeline.
+        """
+        self.networks = nn.ModuleDict(networks)
+        self.only = next(iter(networks)) + "." if len(networks) == 1 else ""
+        self.names = frozenset(name for name, _ in self.networks.named_parameters())
         self.rows: dict[str, int] = {}
         """The number of rows of each tensor that was loaded."""
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy tensors into the network. Raises KeyError for a name that it does not have."""
+        """Copy tensors into the networks. Raises KeyError for a name that they do not have."""
+        parts: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             self.rows[name] = tensor.shape[0] if tensor.dim() else 1
             self.place(name)
+            network, _, rest = f"{self.only}{name}".partition(".")
+            parts.setdefault(network, {})[rest] = tensor
         with torch.no_grad():
-            self.network.load_weights(tensors.items())  # type: ignore[operator]
+            for network, part in parts.items():
+                self.networks[network].load_weights(part.items())  # type: ignore[operator]
 
     def place(self, name: str) -> tuple[str, str | None]:
-        """The parameter that holds a tensor, and the fused layer's part. Raises KeyError if there is none."""
-        layer, _, leaf = name.rpartition(".")
+        """The parameter that holds a tensor, and the fused layer's part. Raises KeyError if there is none.
+
+        The name of the parameter begins with that of its network.
+        """
+        full = f"{self.only}{name}"
+        layer, _, leaf = full.rpartition(".")
         head, _, last = layer.rpartition(".")
         for fused, parts in FUSED.items():
             joined = f"{head}.{fused}.{leaf}"
             if last in parts and joined in self.names:
                 return joined, last
         for ours, theirs in (("", ""), *RENAMED):
-            renamed = name.replace(ours, theirs) if ours else name
+            renamed = full.replace(ours, theirs) if ours else full
             if renamed in self.names:
                 return renamed, None
-        raise KeyError(f"{type(self.network).__name__} has no parameter for {name}")
+        kinds = " and ".join(sorted({type(network).__name__ for network in self.networks.values()}))
+        raise KeyError(f"{kinds} has no parameter for {name}")
+
+    def layer(self, name: str) -> tuple[str, int]:
+        """The layer that computes with a layer of diffusers, and the place of its rows among those of a fused one."""
+        parameter, part = self.place(f"{name}.weight")
+        return parameter.removesuffix(".weight"), 0 if part is None else fused_parts(part).index(part)
+
+    def unfused(self, name: str) -> str:
+        """The layer's name in its pipeline, as if it were not fused."""
+        parameter, part = self.place(f"{name}.weight")
+        layer = parameter.removesuffix(".weight")
+        return layer if part is None else f"{layer.rpartition('.')[0]}.{part}"
 
     def held(self, name: str) -> Tensor:
         """The network's own values of a tensor. The rows of a fused layer are those after the parts before it."""
         parameter, part = self.place(name)
-        values: Tensor = self.network.get_parameter(parameter).detach()
+        values: Tensor = self.networks.get_parameter(parameter).detach()
         if part is None:
             return values
         layer, _, leaf = name.rpartition(".")
         head = layer.rpartition(".")[0]
-        parts = next(parts for parts in FUSED.values() if part in parts)
+        parts = fused_parts(part)
         before = parts[: parts.index(part)]
         start = sum(self.rows[f"{head}.{each}.{leaf}"] for each in before)
         return values[start : start + self.rows[name]]

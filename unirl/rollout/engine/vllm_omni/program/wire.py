@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from unirl.distributed.weight_sync.buckets import ALIGNMENT
 from unirl.distributed.weight_sync.fingerprint import Fingerprint
 from unirl.rollout.engine.vllm_omni.program.listener import Handler, WireReply, json_reply
 
@@ -28,13 +29,16 @@ class SamplingBackend(Protocol):
         """`engine`, `version`, `pipeline`, `model`, `dtype`, `can_sleep`."""
 
     def sample(self, order: Body) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """`latents` [K, *latent], `logp` [S], `timesteps` [T] and `sigmas` [T + 1] fp32, and what is no tensor."""
+        """Tensors and texts of a trajectory.
+
+        latents [K, *latent], logp [S], timesteps [T], guidance_scales [T], sigmas [T + 1], all fp32 except latents.
+        """
 
     def begin(self, name: str, adapter: Mapping[str, Any] | None) -> None: ...
 
     def open_buffer(self, handle: Mapping[str, Any]) -> None: ...
 
-    def bucket(self, bucket: Mapping[str, Any], body: bytes) -> None: ...
+    def bucket(self, bucket: Mapping[str, Any], body: memoryview) -> None: ...
 
     def end(self) -> Mapping[str, Fingerprint]: ...
 
@@ -47,16 +51,20 @@ class SamplingBackend(Protocol):
     def wake_up(self) -> None: ...
 
 
-def bucket_body(header: Mapping[str, Any], data: bytes | memoryview = b"") -> bytes:
-    """The body of a request with a bucket of weights."""
+def bucket_head(header: Mapping[str, Any]) -> bytes:
+    """The beginning of the body of a request with a bucket of weights. The bytes of the tensors follow it.
+
+    Blanks fill it to a multiple of ALIGNMENT, so that tensors can be viewed where they are.
+    """
     text = json.dumps(header).encode()
-    return len(text).to_bytes(LENGTH_BYTES, "little") + text + data
+    text += b" " * (-(LENGTH_BYTES + len(text)) % ALIGNMENT)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
-def bucket_parts(body: bytes) -> tuple[Body, bytes]:
+def bucket_parts(body: memoryview) -> tuple[Body, memoryview]:
     """The header and the data of a bucket. Raises ValueError for another body."""
     end = LENGTH_BYTES + int.from_bytes(body[:LENGTH_BYTES], "little")
-    return json.loads(body[LENGTH_BYTES:end]), body[end:]
+    return json.loads(bytes(body[LENGTH_BYTES:end])), body[end:]
 
 
 def wire_fingerprints(held: Mapping[str, Fingerprint]) -> Body:
@@ -97,7 +105,7 @@ class Wire:
         named |= {("GET", path): handler for path, handler in gets.items()}
         return {key: answering(handler) for key, handler in named.items()}
 
-    def sample(self, body: bytes) -> WireReply:
+    def sample(self, body: memoryview) -> WireReply:
         """The answer to a request for one trajectory."""
         from safetensors.torch import save
 
@@ -105,18 +113,18 @@ class Wire:
         return WireReply(200, save({name: each.contiguous() for name, each in tensors.items()}, facts), BINARY)
 
 
-def parsed(body: bytes) -> Body:
+def parsed(body: memoryview) -> Body:
     """The JSON object in a body. Raises ValueError if there is none."""
-    value = json.loads(body or b"{}")
+    value = json.loads(bytes(body) or b"{}")
     if not isinstance(value, dict):
         raise ValueError("the body is no JSON object")
     return value
 
 
-def change(action: Callable[[bytes], None]) -> Handler:
+def change(action: Callable[[memoryview], None]) -> Handler:
     """The handler of a request without a result."""
 
-    def answer(body: bytes) -> WireReply:
+    def answer(body: memoryview) -> WireReply:
         action(body)
         return json_reply({"success": True})
 
@@ -126,7 +134,7 @@ def change(action: Callable[[bytes], None]) -> Handler:
 def answering(handler: Handler) -> Handler:
     """The handler, whose exceptions become responses: 400 for a request that it cannot read, else 500."""
 
-    def answer(body: bytes) -> WireReply:
+    def answer(body: memoryview) -> WireReply:
         try:
             return handler(body)
         except (KeyError, TypeError, ValueError) as error:

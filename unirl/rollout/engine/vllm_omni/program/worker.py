@@ -7,25 +7,26 @@ its methods. It is written against vllm-omni 0.30.0.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from unirl.distributed.weight_sync.fingerprint import Fingerprint, fingerprints
+from unirl.models.denoising.packing import packed, unpacked
 from unirl.rollout.engine.vllm_omni.program.trajectory import (
     Recording,
     RecordingScheduler,
     Schedule,
     seeded_draws,
 )
-from unirl.rollout.engine.vllm_omni.program.weights import FUSED, BucketReader, HeldWeights
+from unirl.rollout.engine.vllm_omni.program.weights import BucketReader, HeldWeights
 from unirl.types.device import synchronize
 
 ORDER = "unirl_order"
 """The key of a request's body in `OmniDiffusionSamplingParams.extra_args`."""
-MODULE = "transformer"
 ADAPTER_PREFIX = "base_model.model."
 Order = Mapping[str, Any]
 
@@ -43,10 +44,11 @@ class SamplingWorker:
         pipeline = self.model_runner.pipeline
         if pipeline is None:
             return
-        self.recorder = Recorder(pipeline)
+        networks = networks_of(pipeline)
+        self.recorder = Recorder(pipeline, networks.values())
         self.reader = BucketReader(self.device)
-        self.weights = HeldWeights(getattr(pipeline, MODULE))
-        self.adapter = MemoryAdapter()
+        self.weights = HeldWeights(networks)
+        self.adapter = MemoryAdapter(self.weights)
         pipeline._load_diffusion_lora_adapter = self.adapter.load
 
     # Weights
@@ -89,19 +91,28 @@ class SamplingWorker:
         return self.adapter.request()
 
 
+def networks_of(pipeline: Any) -> dict[str, nn.Module]:
+    """The networks that denoise, by their names in the pipeline. The second expert of Wan is None in other models."""
+    named = {name: getattr(pipeline, name) for name in pipeline._dit_modules}
+    return {name: network for name, network in named.items() if network is not None}
+
+
 class Recorder:
     """Wraps `pipeline.forward`: every batch is sampled by the steps of its requests, and recorded."""
 
-    def __init__(self, pipeline: nn.Module) -> None:
-        self.pipeline: Any = pipeline
+    def __init__(self, pipeline: Any, networks: Iterable[nn.Module]) -> None:
+        self.pipeline = pipeline
         self.plain = pipeline.forward
+        self.plain_guidance = pipeline.predict_noise_maybe_with_cfg
         self.weights: str | None = ""
         """The name of the present weights; empty for those of the checkpoint. None: a transfer is under way."""
         self.scheduler: RecordingScheduler | None = None
         takes_output_type = "output_type" in inspect.signature(self.plain).parameters
         self.settings = {"output_type": "latent"} if takes_output_type else {}
         pipeline.forward = self.forward
-        getattr(pipeline, MODULE).register_forward_pre_hook(self._give_exact_timestep, with_kwargs=True)
+        pipeline.predict_noise_maybe_with_cfg = self._guided
+        for network in networks:
+            network.register_forward_pre_hook(self._give_exact_timestep, with_kwargs=True)
 
     def forward(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """The outputs of the pipeline, with the trajectories of its requests. A warm-up has none."""
@@ -110,7 +121,12 @@ class Recorder:
             return self.plain(batch, *args, **kwargs)
         if self.weights is None:
             raise RuntimeError("new weights are on their way: samples would be of neither the old nor the new ones")
-        schedule, draws = Schedule.of(orders[0]), self._draws(orders)
+        schedule = Schedule.of(orders[0])
+        if any(Schedule.of(order) != schedule for order in orders[1:]):
+            raise RuntimeError("requests with other steps share a batch: set rollout.max_num_seqs=1")
+        shape, side = orders[0]["shape"], orders[0]["token_side"]
+        draws = self._draws(orders)
+        draws = draws if side is None else packed(draws, side)
         for params, row in zip(batch.sampling_params_list, draws, strict=True):
             params.latents = row[:1].to(self.pipeline.device)
         plain = self.pipeline.scheduler
@@ -122,6 +138,8 @@ class Recorder:
         finally:
             self.pipeline.scheduler, self.scheduler = plain, None
         rows = outputs if isinstance(outputs, list) else [outputs]
+        if side is not None:
+            recording = replace(recording, latents=unpacked(recording.latents, shape, side).contiguous())
         for row, output in enumerate(rows):
             self._attach(output, recording, row)
         return outputs
@@ -136,10 +154,16 @@ class Recorder:
         output.trajectory_log_probs = recording.logp[row]
         output.trajectory_timesteps = {
             "timesteps": recording.timesteps,
+            "guidance_scales": recording.guidance_scales,
             "sigmas": recording.sigmas,
-            "guidance_scale": float(self.pipeline.guidance_scale),
             "weights": self.weights,
         }
+
+    def _guided(self, do_true_cfg: bool, true_cfg_scale: float, *args: Any, **kwargs: Any) -> Any:
+        """The velocity with guidance, whose scale is recorded."""
+        if self.scheduler is not None:
+            self.scheduler.note_guidance(float(true_cfg_scale) if do_true_cfg else 1.0)
+        return self.plain_guidance(do_true_cfg, true_cfg_scale, *args, **kwargs)
 
     def _give_exact_timestep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace the timestep, which the pipeline rounds to the dtype of the network."""
@@ -151,9 +175,11 @@ class Recorder:
 class MemoryAdapter:
     """An adapter whose tensors arrived in memory. vLLM-Omni reads adapters from files, and asks the pipeline first."""
 
-    def __init__(self) -> None:
+    def __init__(self, weights: HeldWeights) -> None:
+        self.weights = weights
+        """It has the layers of the networks by the names of diffusers."""
         self.settings: Mapping[str, Any] | None = None
-        """`r`, `lora_alpha` and `target_modules`. None: the last transfer was of whole weights."""
+        """`r` and `lora_alpha`. None: the last transfer was of whole weights."""
         self.tensors: dict[str, Tensor] = {}
         self.number = 0
         self.held: dict[str, Tensor] = {}
@@ -179,7 +205,7 @@ class MemoryAdapter:
         if former:
             manager.remove_adapter(former)
         manager.set_active_adapter(self.request(), 1.0)
-        self.held = read_back(manager, self.tensors, self.scale)
+        self.held = read_back(manager, self.weights, self.tensors, self.scale)
 
     @property
     def scale(self) -> float:
@@ -193,8 +219,14 @@ class MemoryAdapter:
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.peft_helper import PEFTHelper
 
-        helper = PEFTHelper.from_dict(dict(self.settings))
-        named = {f"{ADAPTER_PREFIX}{MODULE}.{name}": tensor.clone() for name, tensor in self.tensors.items()}
+        named: dict[str, Tensor] = {}
+        ends: set[str] = set()  # of the names of layers, by which vLLM-Omni finds them
+        for name, tensor in self.tensors.items():
+            layer, _, side = name.rpartition(".lora_")
+            own = self.weights.unfused(layer)
+            ends.add(".".join(own.split(".")[-2:]))
+            named[f"{ADAPTER_PREFIX}{own}.lora_{side}"] = tensor.clone()
+        helper = PEFTHelper.from_dict({**self.settings, "target_modules": sorted(ends)})
         model = LoRAModel.from_lora_tensors(self.number, named, helper, device="cpu", dtype=dtype)
         return model, helper
 
@@ -202,32 +234,21 @@ class MemoryAdapter:
         return fingerprints(self.held.items())
 
 
-def read_back(manager: Any, tensors: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
+def read_back(manager: Any, weights: HeldWeights, tensors: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
     """The tensors of the active adapter, by their names in the transfer, from the layers that compute with them.
 
     A layer stores A, and B times the scale, in the dtype of the network. If these are those of `tensors`, the tensors
-    themselves are returned, else what is stored.
+    themselves are returned, else what is stored. Raises RuntimeError for a layer without an adapter.
     """
     held: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         layer, _, side = name.removesuffix(".weight").rpartition(".")
-        module, part = adapted_layer(manager._lora_modules, f"{MODULE}.{layer}")
-        stacked = module.lora_a_stacked if side == "lora_A" else module.lora_b_stacked
+        module, part = weights.layer(layer)
+        if module not in manager._lora_modules:
+            raise RuntimeError(f"no layer of vLLM-Omni has taken the adapter of {layer}")
+        adapted = manager._lora_modules[module]
+        stacked = adapted.lora_a_stacked if side == "lora_A" else adapted.lora_b_stacked
         stored = stacked[part][0, 0, : tensor.shape[0], : tensor.shape[1]].cpu()
         wanted = (tensor * scale if side == "lora_B" else tensor).to(stored.dtype)
         held[name] = tensor if torch.equal(stored, wanted) else stored
     return held
-
-
-def adapted_layer(modules: Mapping[str, Any], layer: str) -> tuple[Any, int]:
-    """The layer with the adapter of `layer`, and its part in a fused layer. Raises RuntimeError if there is none."""
-    if layer in modules:
-        return modules[layer], 0
-    head, _, last = layer.rpartition(".")
-    for fused, parts in FUSED.items():
-        if last in parts and f"{head}.{fused}" in modules:
-            return modules[f"{head}.{fused}"], parts.index(last)
-    short = layer.removesuffix(".0")  # `to_out.0` of diffusers
-    if short in modules:
-        return modules[short], 0
-    raise RuntimeError(f"no layer of vLLM-Omni has taken the adapter of {layer}")

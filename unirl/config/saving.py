@@ -1,0 +1,38 @@
+"""The blocks of a recipe about checkpoints and restarts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """How checkpoints are written. `save_interval` and `keep_checkpoints` say when, and how many remain."""
+
+    asynchronous: bool = True
+    """Write and publish a checkpoint while the next steps run; a step waits only until its state is copied. Each
+    process needs main memory for one more copy of what it saves."""
+    keep_every: Annotated[int, Meta(ge=0)] = 0
+    """Milestones: checkpoints of steps that this divides are kept, beside the newest `keep_checkpoints`; 0 = none."""
+    signing_key: str | None = None
+    """Sign manifests with this secret key: `env:NAME` for an environment variable, or the path of a file with mode 600.
+    The run then resumes only from checkpoints that are signed with it."""
+    copy_to: str | None = None
+    """A URL where every checkpoint is copied after it is published: s3://bucket/run, gs://..., file:///disk2/run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestartConfig:
+    """Recovery inside one command: a run that lost a worker starts again from its newest checkpoint.
+
+    All workers are replaced, and the results equal those of a run that was resumed by hand. Only a lost process, a
+    lost machine or a call that stalled restarts a run; every other error ends it.
+    """
+
+    max: Annotated[int, Meta(ge=0)] = 3
+    """The most restarts within `window_s`; 0 = never restart."""
+    window_s: Annotated[float, Meta(gt=0)] = 3600.0
+    """Seconds after which a restart no longer counts."""

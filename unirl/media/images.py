@@ -9,7 +9,7 @@ Pillow would try about 50 formats, one of which (EPS) starts Ghostscript.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from PIL import Image, ImageFile, ImageOps, JpegImagePlugin, PngImagePlugin, UnidentifiedImageError, WebPImagePlugin
@@ -42,7 +42,7 @@ def damage_reported() -> Iterator[None]:
         raise UnreadableMedia(f"it is damaged ({type(error).__name__}: {str(error)[:200]})") from error
 
 
-def open_header(data: bytes, limits: ImageLimits, formats: Sequence[str] = tuple(READERS)) -> Image.Image:
+def open_header(data: bytes, limits: ImageLimits, formats: list[str] | tuple[str, ...] = tuple(READERS)) -> Image.Image:
     """Returns the image of a file, whose pixels are not decoded yet. Raises UnreadableMedia."""
     # A library that some reward imports may have set this. Missing pixels would then be gray instead of an error.
     ImageFile.LOAD_TRUNCATED_IMAGES = False

@@ -108,7 +108,7 @@ OPENAI_ANSWERS = {
     "llama.cpp GET /v1/models": openai.ModelList,
     "llama.cpp POST /v1/completions": openai.Completion,
     "GET /weight_info": openai.WeightInfo,
-    "POST /weight_checker": openai.Checksums,
+    "POST /weight_checker": openai.WeightDigests,
 }
 
 

@@ -4,7 +4,9 @@
     python benchmarks/reward_throughput.py --before ../before --out benchmarks/reward_throughput.json     3 minutes
 
 Both services run at the same time, and one of them is idle while the other is measured, so that other load on the
-machine hits both. Clients are threads of one process, each of which sends one prepared request after another.
+machine hits both. Clients are threads of one process, each of which sends one prepared request after another. `ratio`
+is the median over pairs of bursts; `cpu_ms` is the CPU time of the service's own process per request, which other load
+hardly changes.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ from reward_service.running import RunningService  # noqa: E402
 from benchmarks.harness import machine  # noqa: E402
 
 CLIENTS = (1, 8, 32)
-BURST_S = 1.5
-PAIRS = 7
+BURST_S = 0.8
+PAIRS = 12
 SIDE = 128
 SERVICE = {
     "rewards": [
@@ -142,19 +144,27 @@ def quantile(latencies: Sequence[float], share: float) -> float:
     return round(1000 * sorted(latencies)[min(len(latencies) - 1, int(share * len(latencies)))], 2)
 
 
-def compare(before: str, after: str, pairs: int) -> list[dict[str, object]]:
+def cpu_s(pid: int) -> float:
+    """Returns the CPU time of a process in seconds, without that of its children."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def compare(before: RunningService, after: RunningService, pairs: int) -> list[dict[str, object]]:
     """Returns the figures of both services for every kind of request and number of clients."""
     rows: list[dict[str, object]] = []
     for kind, make in BODIES.items():
         body = make()
         for clients in CLIENTS:
             sides: dict[str, list[list[float]]] = {"before": [], "after": []}
-            burst(before, body, clients, 0.3)
-            burst(after, body, clients, 0.3)
+            cpu = {"before": 0.0, "after": 0.0}
             for pair in range(pairs):
                 order = (("before", before), ("after", after))
-                for side, url in order if pair % 2 else reversed(order):
-                    sides[side].append(burst(url, body, clients, BURST_S))
+                for side, service in order if pair % 2 else reversed(order):
+                    burst(service.url, body, clients, 0.1)
+                    begun = cpu_s(service.pid)
+                    sides[side].append(burst(service.url, body, clients, BURST_S))
+                    cpu[side] += cpu_s(service.pid) - begun
             rates = {side: [len(each) / BURST_S for each in bursts] for side, bursts in sides.items()}
             ratios = [a / b for a, b in zip(rates["after"], rates["before"], strict=True)]
             row: dict[str, object] = {
@@ -168,6 +178,7 @@ def compare(before: str, after: str, pairs: int) -> list[dict[str, object]]:
                     f"{side}_per_s": round(statistics.median(rates[side]), 1),
                     f"{side}_p50_ms": quantile(every, 0.5),
                     f"{side}_p99_ms": quantile(every, 0.99),
+                    f"{side}_cpu_ms": round(1000 * cpu[side] / len(every), 3),
                 }
             rows.append(row)
             print(row, flush=True)
@@ -189,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ExitStack() as stack:
         trees = (options.before.resolve(), ROOT)
         before, after = (stack.enter_context(RunningService(SERVICE, environment_of(tree))) for tree in trees)
-        rows = compare(before.url, after.url, options.pairs)
+        rows = compare(before, after, options.pairs)
     if options.out:
         commit = options.before_commit or commit_of(options.before)
         about = {

@@ -13,12 +13,15 @@ from fastapi.openapi.utils import get_openapi
 
 from reward_service.config import LimitsConfig
 from unirl.reward.client.wire import (
+    IMAGE_FORMATS,
     JSON,
     MAX_DEPTH,
+    MAX_INT,
     MAX_METADATA_BYTES,
     MAX_VALUES,
     MEDIA_FIELDS,
     MSGPACK,
+    VIDEO_FORMATS,
     Health,
     Probe,
     Refusal,
@@ -74,6 +77,39 @@ REWARDS_DOC = _answer("Names.", {JSON: {"schema": {"type": "array", "items": {"t
 METRICS_DOC = _answer("Prometheus' text format.", {"text/plain": {"schema": {"type": "string"}}}, ["401", "421"])
 
 
+BASE64 = "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
+
+
+def _media(formats: Sequence[str]) -> Json:
+    """Returns the schema of an image or a video in JSON. A schema cannot say how long raw data of a shape must be."""
+    return {
+        "type": ["object", "null"],
+        "description": "A file. Bodies in msgpack may also have uint8 RGB in C order: format raw, with its shape.",
+        "properties": {
+            "format": {"enum": [format for format in formats if format != "raw"]},
+            "data": {"type": "string", "pattern": BASE64, "contentEncoding": "base64"},
+        },
+        "required": ["format", "data"],
+        "additionalProperties": False,
+    }
+
+
+PLAIN = {
+    "anyOf": [
+        {"type": ["null", "boolean", "string"]},
+        {"type": "number", "minimum": -MAX_INT, "maximum": MAX_INT - 1},
+        {"type": "array", "items": {"$ref": "#/components/schemas/Plain"}},
+        {"type": "object", "additionalProperties": {"$ref": "#/components/schemas/Plain"}},
+    ]
+}
+"""A value in metadata."""
+
+
+def _both(names: Sequence[str]) -> Json:
+    """Returns the schema of an object in which all these fields are set."""
+    return {"required": list(names), "properties": {name: {"not": {"type": "null"}} for name in names}}
+
+
 LIVE_DOC = _answer("The process works.", {JSON: {"schema": _probe}}, []) | {"security": []}
 READY_DOC = _answer("Every reward has a worker.", {JSON: {"schema": _probe}}, ["503"]) | {"security": []}
 
@@ -87,10 +123,14 @@ def describe(app: FastAPI, rewards: Sequence[str], limits: LimitsConfig) -> Json
         item["required_rewards"] |= {"items": {"enum": list(rewards)}, "uniqueItems": True}
         item["history"]["maxItems"] = min(limits.turns, item["history"]["maxItems"])
         schemas["ScoreRequest"]["properties"]["requests"]["maxItems"] = limits.items
-        item["metadata"]["description"] = (
-            f"At most {MAX_METADATA_BYTES} bytes, {MAX_VALUES} values and {MAX_DEPTH} levels of lists and mappings."
-        )
-        turn["not"] = {"anyOf": [{"required": list(pair)} for pair in combinations(MEDIA_FIELDS, 2)]}
+        item["metadata"] = {
+            "type": ["object", "null"],
+            "additionalProperties": {"$ref": "#/components/schemas/Plain"},
+            "description": f"At most {MAX_METADATA_BYTES} bytes, {MAX_VALUES} values and {MAX_DEPTH} levels.",
+        }
+        schemas["Plain"] = PLAIN
+        turn |= {"properties": turn["properties"] | {"image": _media(IMAGE_FORMATS), "video": _media(VIDEO_FORMATS)}}
+        turn["not"] = {"anyOf": [_both(pair) for pair in combinations(MEDIA_FIELDS, 2)]}
         document.setdefault("components", {})["schemas"] = schemas
         document["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"token": []}, {}]

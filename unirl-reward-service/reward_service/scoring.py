@@ -119,13 +119,16 @@ class Scoring:
         return response_of(accepted)
 
     def _check(self, items: Sequence[ReceivedItem]) -> None:
-        """Raises RequestRefused: 400 an unknown reward, 409 two items with one id, 413 too many items or turns."""
+        """Raises RequestRefused.
+
+        400 an unknown reward, 409 two items with one id, 413 too many items, 422 too many turns.
+        """
         limits = self._limits
         if len(items) > limits.items:
             raise RequestRefused(413, "too_large", f"{len(items)} requests: at most {limits.items} at once")
         for index, item in enumerate(items):
             if len(item.history) > limits.turns:
-                raise RequestRefused(413, "too_large", f"requests[{index}].history is longer than {limits.turns} turns")
+                raise RequestRefused(422, "schema", f"$.requests[{index}].history is longer than {limits.turns} turns")
             for name in item.required_rewards:
                 if name not in self._rewards:
                     known = f"{did_you_mean(name, self._rewards)} There are {', '.join(self._rewards)}"

@@ -71,7 +71,7 @@ DAMAGED = [
     (body(history=[{"image_b64": 5}]), 422, "schema"),
     (body(history=[{"image_b64": "a", "video_path": "b"}]), 422, "schema"),
     (body(required_rewards=["clop"]), 400, "unknown_reward"),
-    (body(history=[{"text": "a"}] * 3), 413, "too_large"),
+    (body(history=[{"text": "a"}] * 3), 422, "schema"),
     (b'{"requests": [' + b",".join([body()[14:-2]] * 9) + b"]}", 413, "too_large"),
     (b'{"requests": [' + b",".join([body(request_id="x")[14:-2]] * 2) + b"]}", 409, "conflict"),
     (b" " * 20_000, 413, "too_large"),

@@ -8,12 +8,19 @@ from hypothesis import HealthCheck, Phase, settings
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
+    positive_data_acceptance,
     response_schema_conformance,
     status_code_conformance,
 )
 
-CHECKS = [not_a_server_error, content_type_conformance, response_schema_conformance, status_code_conformance]
-"""Scores are not invented here, so what a valid item is worth is not asked."""
+CHECKS = [
+    not_a_server_error,
+    content_type_conformance,
+    positive_data_acceptance,
+    response_schema_conformance,
+    status_code_conformance,
+]
+"""`scripts/check_reward_openapi.py` runs all others too, with invalid requests."""
 
 
 @pytest.mark.slow
@@ -24,7 +31,7 @@ def test_no_request_breaks_the_service_and_every_answer_is_as_described(service)
         case = operation.ok().as_strategy()
         seen.append(operation.ok().label)
         check(case, 40 if "/score" in operation.ok().label else 5)
-    assert seen == ["POST /score", "GET /rewards", "GET /health", "GET /metrics"]
+    assert seen == ["POST /score", "GET /rewards", "GET /health", "GET /live", "GET /ready", "GET /metrics"]
 
 
 def check(case_of, examples: int) -> None:

@@ -125,17 +125,17 @@ class MathSpec(AnswerSpec):
 class MathScorer(AnswerScorer):
     """1 if math-verify finds the response's answer equal to the right answer, else 0.
 
-    A response without an answer, or with an answer that is not mathematics, scores 0. A response also scores 0 if it
-    cannot be compared within `timeout_s` or within the memory limit while an easy question still can; the component
-    `<name>_undecided` is then 1. A right answer that is missing or is not LaTeX is a failure, and so is a process that
-    dies or is too slow for easy questions. A right answer that math-verify cannot evaluate (50\\%) is compared as text.
+    A response without an answer, or with an answer that is not mathematics, scores 0. A response that cannot be
+    compared within `timeout_s` or within the memory limit has no score: it is a failure, which `reward.on_failure` may
+    drop. So is a right answer that is missing or is not LaTeX, and a process that dies or is too slow for easy
+    questions. A right answer that math-verify cannot evaluate (50\\%) is compared as text.
     """
 
     config: MathSpec
 
     def __init__(self, *, config: MathSpec = MathSpec()) -> None:
         super().__init__(config=config)
-        self.names, self.threads = (self.name, f"{self.name}_undecided"), config.num_workers
+        self.threads = config.num_workers
         self.check_start()
         self._idle: SimpleQueue[MathChecker] = SimpleQueue()
         for _ in range(config.num_workers):
@@ -166,5 +166,10 @@ class MathScorer(AnswerScorer):
     def judge(self, text: str, answer: str) -> tuple[dict[str, float], str]:
         with self._checker() as checker:
             comparison = checker.judge(answer, self.answer_in(text))
-        scores = (float(comparison.verdict == "right"), float(comparison.verdict == "undecided"))
-        return dict(zip(self.names, scores, strict=True)), comparison.answer
+        if comparison.verdict == "undecided":
+            raise RewardError(
+                f"the answer was not compared with {answer!r} within {self.config.timeout_s:g} s and the memory limit, "
+                "so it is neither right nor wrong. Set reward.on_failure.max_dropped_fraction to train without such "
+                "samples, or raise config.timeout_s"
+            )
+        return {self.name: float(comparison.verdict == "right")}, comparison.answer

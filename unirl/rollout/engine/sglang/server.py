@@ -231,11 +231,11 @@ class SGLangDiffusionServer(LatentServer):
         whole, waiting = self.family.joined({**self.parts, **named})
         self.hashes |= {name: messages.tensor_hash(tensor) for name, tensor in whole.items()}
         self.parts = messages.copied(waiting)
-        if self.file is not None:
+        if self.file is None:
+            self._change("/update_weights_from_tensor", messages.weights_from_tensors(named))
+        else:
             self.file.write(named)
             self._change("/update_weights_from_disk", messages.weights_from_folder(self.file.folder))
-        else:
-            self._change("/update_weights_from_tensor", messages.weights_from_tensors(named))
 
     def end_weights(self) -> None:
         if self._sends_adapter:

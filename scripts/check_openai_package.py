@@ -152,7 +152,11 @@ def live(python: str, settings: Mapping[str, Any]) -> Json:
 
 
 def write_model(folder: Path) -> None:
-    """The tiny Qwen3 as a folder, with wider heads."""
+    """The tiny Qwen3 as a folder, with wider heads.
+
+    Its output layer is not tied to its embeddings: on a CPU vLLM 0.32 keeps a packed copy of a tied one, which weights
+    that are sent later do not reach. The canary stops such a run.
+    """
     import torch
     from transformers import AutoConfig, Qwen3ForCausalLM
 
@@ -160,7 +164,7 @@ def write_model(folder: Path) -> None:
 
     Qwen3Pipeline(Qwen3Bundle(path="toy", dtype="fp32")).write_model({}, folder)
     config = AutoConfig.from_pretrained(folder)
-    config.head_dim = HEAD_WIDTH
+    config.head_dim, config.tie_word_embeddings = HEAD_WIDTH, False
     torch.manual_seed(0)
     Qwen3ForCausalLM(config).save_pretrained(folder)
 

@@ -68,6 +68,8 @@ def send(http: httpx2.Client, body: bytes, report: Report) -> None:
     report.statuses[str(response.status_code)] += 1
     if response.status_code != 200:
         report.refusals[response.json()["detail"].partition(": ")[2][:40]] += 1
+    elif error := response.json()["errors"][0].get("brightness"):
+        report.refusals[error.partition("]: ")[2][:40]] += 1
 
 
 def processes(parent: int) -> dict[str, int]:

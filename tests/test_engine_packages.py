@@ -108,7 +108,7 @@ OPENAI_ANSWERS = {
     "llama.cpp GET /v1/models": openai.ModelList,
     "llama.cpp POST /v1/completions": openai.Completion,
     "GET /weight_info": openai.WeightInfo,
-    "POST /weight_checker": openai.Checksums,
+    "POST /weight_checker": openai.WeightDigests,
 }
 
 
@@ -148,6 +148,16 @@ def test_the_real_openai_servers_were_as_exact_as_two_forwards_in_fp32_are() -> 
     assert set(results) == {"vllm, full", "vllm, merged", "llama.cpp"}
     for result in results.values():
         assert max(result["largest_logp_differences"].values()) < 5e-6
+
+
+def test_the_real_server_drained_aborted_and_paused_requests_as_promised() -> None:
+    """Three requests each; the first ones may end before the transfer. Log-probs tell which weights gave a token."""
+    modes = SGLANG["live"]["results"]["full"]["in_flight"]
+    drain, abort, pause = modes["drain"], modes["abort"], modes["pause"]
+    assert len(set(drain["versions"])) == 1 and drain["of_new_weights"] == [0, 0, 0]
+    assert len(set(abort["versions"])) == 1 and abort["of_new_weights"] == abort["tokens"]
+    assert pause["versions"] == abort["versions"]  # those before the transfer
+    assert any(0 < new < all_tokens for new, all_tokens in zip(pause["of_new_weights"], pause["tokens"], strict=True))
 
 
 # Prompts with images

@@ -38,7 +38,7 @@ class ModelList(msgspec.Struct):
     data: list[ServedModelCard]
 
 
-class ScoredToken(msgspec.Struct):
+class TokenScore(msgspec.Struct):
     """A token with its log-prob. One without a finite log-prob has null."""
 
     id: int
@@ -49,7 +49,7 @@ class LogProbs(msgspec.Struct):
     """The log-probs of a response: two forms, of which a server uses one."""
 
     token_logprobs: list[float | None] | None = None
-    content: list[ScoredToken] | None = None
+    content: list[TokenScore] | None = None
 
 
 class Choice(msgspec.Struct):
@@ -90,7 +90,7 @@ class WeightInfo(msgspec.Struct):
     weight_version: str
 
 
-class Checksums(msgspec.Struct):
+class WeightDigests(msgspec.Struct):
     """The answer of /weight_checker: SHA-256 of every tensor, by `RANK:NAME`."""
 
     checksums: dict[str, str]

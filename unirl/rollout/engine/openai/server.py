@@ -326,7 +326,7 @@ class OpenAIServer(HttpServer, TokenServer):
 
     def _checksums(self) -> list[Mapping[str, str]]:
         """The beginning of the SHA-256 of every tensor, for each rank."""
-        reply = self.read(self.insist_on("/weight_checker", {"action": "checksum"}), messages.Checksums)
+        reply = self.read(self.insist_on("/weight_checker", {"action": "checksum"}), messages.WeightDigests)
         ranks: dict[str, dict[str, str]] = {}
         for key, digest in reply.checksums.items():
             rank, _, name = key.rpartition(":")

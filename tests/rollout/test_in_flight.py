@@ -17,7 +17,7 @@ from unirl.config.http import RequestFailed
 from unirl.rollout.engine.base import EngineUse
 from unirl.rollout.engine.openai.transformers_serve import TransformersServeEngine
 from unirl.rollout.engine.serving import in_flight
-from unirl.rollout.engine.serving.in_flight import Gate, InFlight, Interrupted
+from unirl.rollout.engine.serving.in_flight import Gate, InFlight, InterruptedByTransfer
 from unirl.rollout.engine.sglang.engine import SGLangRolloutEngine
 from unirl.rollout.engine.sglang_llm.engine import SGLangLLMRolloutEngine
 from unirl.rollout.engine.vllm_omni.engine import VLLMOmniRolloutEngine
@@ -106,7 +106,7 @@ def test_an_attempt_that_a_transfer_broke_off_is_told_from_one_that_failed() -> 
     gate = Gate()
     with pytest.raises(RequestFailed), gate.passing():
         raise RequestFailed("the connection closed")
-    with pytest.raises(Interrupted), gate.passing():
+    with pytest.raises(InterruptedByTransfer), gate.passing():
         gate.close()
         raise RequestFailed("aborted")
 

@@ -3,8 +3,8 @@
     python scripts/damaged_media.py --count 10000 --out benchmarks/damaged_media.json          about 5 minutes
 
 Every file is a valid one with up to twelve changes. Images and videos are sent to a reward service; images and prompt
-files are read as a run reads them. The exit status is 1 after a status of 500 or above, the death of a process, a response
-that took more than 2 s, a decoder with more than 300 MB, or an error of a run that is not one for the user.
+files are read as a run reads them. The exit status is 1 after a status of 500 or above, the death of a process, a
+response that took more than 2 s, a decoder with more than 300 MB, or an error of a run that is not one for the user.
 """
 
 from __future__ import annotations

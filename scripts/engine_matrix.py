@@ -65,6 +65,7 @@ OPENAI = "rollout/test_openai"
 SGLANG, OMNI = "rollout/test_sglang", "rollout/test_vllm_omni"
 LATENTS = "rollout/test_latent_servers"
 REAL_LLM = "test_engine_packages::test_the_real_server_was_as_exact_as_two_forwards_in_fp32_are"
+REAL_IMAGES = "test_engine_packages::test_the_real_server_reads_images_as_exactly_as_two_forwards_in_fp32_do"
 REAL_OPENAI = "test_engine_packages::test_the_real_openai_servers_were_as_exact_as_two_forwards_in_fp32_are"
 REAL_SGLANG = "test_engine_packages::test_the_real_diffusion_server_was_as_exact_as_two_forwards_in_fp32_are"
 REAL_OMNI = "test_engine_packages::test_the_real_vllm_omni_was_as_exact_as_two_forwards_in_fp32_are"
@@ -159,7 +160,7 @@ ENGINES: Mapping[str, Sequence[Cell]] = {
         NO,
         NO,
         contract(f"{LLM}::test_sampling_settings_reach_the_server"),
-        contract("rollout/test_sglang_images::test_log_probs_are_those_of_the_replay_before_and_after_an_update"),
+        ran(REAL_IMAGES),
         ran(REAL_LLM),
         ran(REAL_LLM),
         contract(f"{LLM}::test_it_keeps_the_contract_of_an_engine"),

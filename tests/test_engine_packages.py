@@ -104,11 +104,11 @@ def test_the_real_server_was_as_exact_as_two_forwards_in_fp32_are() -> None:
 OPENAI = json.loads(RECORD.read_text())["openai"]
 OPENAI_ANSWERS = {
     "GET /v1/models": openai.ModelList,
-    "POST /v1/completions": openai.Completion,
+    "POST /v1/completions": openai.ScoredCompletion,
     "llama.cpp GET /v1/models": openai.ModelList,
-    "llama.cpp POST /v1/completions": openai.Completion,
+    "llama.cpp POST /v1/completions": openai.ScoredCompletion,
     "GET /weight_info": openai.WeightInfo,
-    "POST /weight_checker": openai.Checksums,
+    "POST /weight_checker": openai.WeightDigests,
 }
 
 
@@ -127,7 +127,7 @@ def test_the_engine_reads_the_answers_of_real_openai_servers(name) -> None:
     recorded = OPENAI["live"]["answers"][name]
     read = msgspec.json.decode(json.dumps(recorded["body"]), type=OPENAI_ANSWERS[name])
     assert recorded["status"] == 200
-    if isinstance(read, openai.Completion):
+    if isinstance(read, openai.ScoredCompletion):
         [choice] = read.choices
         tokens, logps = openai.tokens_of(choice), openai.logps_of(choice)
         assert tokens and logps and len(tokens) == len(logps) == read.usage.completion_tokens
@@ -148,6 +148,16 @@ def test_the_real_openai_servers_were_as_exact_as_two_forwards_in_fp32_are() -> 
     assert set(results) == {"vllm, full", "vllm, merged", "llama.cpp"}
     for result in results.values():
         assert max(result["largest_logp_differences"].values()) < 5e-6
+
+
+def test_the_real_server_drained_aborted_and_paused_requests_as_promised() -> None:
+    """Three requests each; the first ones may end before the transfer. Log-probs tell which weights gave a token."""
+    modes = SGLANG["live"]["results"]["full"]["in_flight"]
+    drain, abort, pause = modes["drain"], modes["abort"], modes["pause"]
+    assert len(set(drain["versions"])) == 1 and drain["of_new_weights"] == [0, 0, 0]
+    assert len(set(abort["versions"])) == 1 and abort["of_new_weights"] == abort["tokens"]
+    assert pause["versions"] == abort["versions"]  # those before the transfer
+    assert any(0 < new < all_tokens for new, all_tokens in zip(pause["of_new_weights"], pause["tokens"], strict=True))
 
 
 # Prompts with images

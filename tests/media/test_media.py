@@ -18,8 +18,8 @@ from unirl.config.errors import DataError
 from unirl.data.datasets import load_prompts
 from unirl.data.images import image_problems, read_image_info
 from unirl.media import images, process
-from unirl.media.files import UnreadableMedia, read_regular
-from unirl.media.images import ImageLimits, decode_exact, decode_upright, is_plain, open_header
+from unirl.media.files import ImageLimits, UnreadableMedia, read_regular
+from unirl.media.images import decode_exact, decode_upright, is_plain, open_header
 from unirl.media.memory import MemoryBudget
 from unirl.media.process import decode_apart
 from unirl.models.images import read_image

@@ -132,7 +132,7 @@ def test_the_probe_bounds_the_difference_of_logits(served, size) -> None:
     scale = float(logits.square().mean().sqrt())
     third = logits[0].argsort(descending=True)[2]
     logits[0, third] += size * scale
-    prompts = [row.tolist() for row in inputs.tokens.split(inputs.lengths.tolist())]
+    prompts = served.trained.plain_prompts({"prompt": inputs})
     result = served.engine.server.probe(prompts, logits.float())
     expected = next((step for step in PROBE_LADDER if step >= size), float("inf"))
     assert result.relative == expected

@@ -18,8 +18,8 @@ import msgspec
 from msgspec import Struct
 
 from reward_service.frames import Channel, DecodedMedia, DecodeMedia, PeerGone, end_with_parent
-from unirl.media.files import UnreadableMedia, check_bytes, read_below
-from unirl.media.images import READERS, ImageLimits, decode_exact, open_header
+from unirl.media.files import ImageLimits, UnreadableMedia, check_bytes, read_below
+from unirl.media.images import READERS, decode_exact, open_header
 from unirl.media.process import limit_process
 from unirl.media.videos import VideoLimits, decode_video
 from unirl.reward.client.wire import MediaPayload

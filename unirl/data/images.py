@@ -6,10 +6,12 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
-from unirl.config.errors import DataError
+from unirl.config.errors import DataError, UnreadableFileError
 from unirl.data.datasets import CONDITION, MEDIA_FORM, Prompt
 from unirl.models.images import decode_file, read_file, split_at_images
+from unirl.models.loading.remote_files import is_remote
 from unirl.tracking.streams import say
 from unirl.types.facts import ModelFacts
 
@@ -45,6 +47,27 @@ def check_images(prompts: Sequence[Prompt]) -> ImageInfos:
 def image_problems(prompts: Sequence[Prompt]) -> Iterator[DataError]:
     """One error for each prompt whose images cannot be used. It names prompt, file and rule. Files are opened once."""
     return _problems(prompts, _open_all(prompts))
+
+
+def check_remote(prompts: Sequence[Prompt], allowed: bool, hosts: Sequence[str]) -> None:
+    """Raises DataError (4003) for the first prompt with an image at a URL that the data source does not allow.
+
+    Args:
+        allowed: False allows no URL.
+        hosts: names of hosts (buckets for s3 and gs); empty allows all.
+    """
+    for prompt in prompts:
+        for uri in (ref.uri for ref in prompt.images if is_remote(ref.uri)):
+            host = urlsplit(uri).hostname
+            if not allowed:
+                rule = "data_source.allow_remote=false allows no URL. Fetch the file and give its path"
+            elif hosts and host not in hosts:
+                rule = (
+                    f"data_source.remote_hosts={list(hosts)} lacks {host}. Add it, or fetch the file and give its path"
+                )
+            else:
+                continue
+            raise UnreadableFileError(f"{prompt.origin}: prompt {prompt.prompt_id!r}: image {uri}: {rule}")
 
 
 def check_counts(prompts: Sequence[Prompt], facts: ModelFacts) -> None:

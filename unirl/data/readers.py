@@ -59,6 +59,8 @@ def _absent(file: Path) -> str:
 
 
 def _read_text(file: Path) -> str:
+    if file.exists() and not (file.is_file() or file.is_dir()):
+        raise DataError(f"data file {file} is a pipe, a socket or a device, which may never end; give a regular file")
     try:
         data = file.read_bytes()
     except FileNotFoundError as error:
@@ -225,7 +227,7 @@ def _parquet(file: Path, prompt_key: str) -> Iterator[RawEntry]:
     try:
         for number, row in enumerate(parquet_rows(file), start=1):
             yield RawEntry(number, json.dumps(row, ensure_ascii=False, default=repr), partial(_as_json, row, ""))
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:  # the last one for damaged column names
         reason = str(error).splitlines()[0]
         raise DataError(f"data file {file} cannot be read as parquet after row {number}: {reason}") from error
 

@@ -1,4 +1,4 @@
-"""Reads media files from disk: regular files within a size limit."""
+"""Reads media files from disk: regular files within a size limit. The limits of an image."""
 
 from __future__ import annotations
 
@@ -7,10 +7,32 @@ import os
 import stat
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 
 class UnreadableMedia(ValueError):
     """An image or video cannot be read; the message gives the reason."""
+
+
+@dataclass(frozen=True)
+class ImageLimits:
+    """The limits of an image, which its header is compared with before its pixels are decoded."""
+
+    pixels: int
+    side: int | None = None
+    """Largest side in pixels; None for no limit."""
+    aspect: float | None = None
+    """Largest ratio of the sides; None for no limit."""
+
+    def check(self, width: int, height: int) -> None:
+        """Raises UnreadableMedia for an image of another size."""
+        size = f"it has {width} x {height} pixels"
+        if width * height > self.pixels:
+            raise UnreadableMedia(f"{size}: at most {self.pixels:,} are decoded. Scale it down")
+        if self.side is not None and max(width, height) > self.side:
+            raise UnreadableMedia(f"{size}: at most {self.side} along a side are decoded. Scale it down")
+        if self.aspect is not None and max(width, height) > self.aspect * min(width, height):
+            raise UnreadableMedia(f"{size}: one side may be at most {self.aspect:g} times the other. Crop it")
 
 
 def read_regular(path: str | os.PathLike[str], max_bytes: int, flags: int = 0) -> bytes:

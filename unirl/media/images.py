@@ -9,13 +9,12 @@ Pillow would try about 50 formats, one of which (EPS) starts Ghostscript.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from PIL import Image, ImageFile, ImageOps, JpegImagePlugin, PngImagePlugin, UnidentifiedImageError, WebPImagePlugin
 
-from unirl.media.files import UnreadableMedia
+from unirl.media.files import ImageLimits, UnreadableMedia
 
 READERS = {"PNG": PngImagePlugin, "JPEG": JpegImagePlugin, "WEBP": WebPImagePlugin}
 """The only formats that are read. They are imported here, so that the first image does not take longer than others."""
@@ -32,27 +31,6 @@ BYTES_PER_PIXEL = 12
 """Largest memory of decoding: three images of 4 bytes per pixel, which are that of the file and two conversions."""
 
 
-@dataclass(frozen=True)
-class ImageLimits:
-    """The limits of an image, which its header is compared with before its pixels are decoded."""
-
-    pixels: int
-    side: int | None = None
-    """Largest side in pixels; None for no limit."""
-    aspect: float | None = None
-    """Largest ratio of the sides; None for no limit."""
-
-    def check(self, width: int, height: int) -> None:
-        """Raises UnreadableMedia for an image of another size."""
-        size = f"it has {width} x {height} pixels"
-        if width * height > self.pixels:
-            raise UnreadableMedia(f"{size}: at most {self.pixels:,} are decoded. Scale it down")
-        if self.side is not None and max(width, height) > self.side:
-            raise UnreadableMedia(f"{size}: at most {self.side} along a side are decoded. Scale it down")
-        if self.aspect is not None and max(width, height) > self.aspect * min(width, height):
-            raise UnreadableMedia(f"{size}: one side may be at most {self.aspect:g} times the other. Crop it")
-
-
 @contextmanager
 def damage_reported() -> Iterator[None]:
     """Raises UnreadableMedia for any error of an image library."""
@@ -64,7 +42,7 @@ def damage_reported() -> Iterator[None]:
         raise UnreadableMedia(f"it is damaged ({type(error).__name__}: {str(error)[:200]})") from error
 
 
-def open_header(data: bytes, limits: ImageLimits, formats: Sequence[str] = tuple(READERS)) -> Image.Image:
+def open_header(data: bytes, limits: ImageLimits, formats: list[str] | tuple[str, ...] = tuple(READERS)) -> Image.Image:
     """Returns the image of a file, whose pixels are not decoded yet. Raises UnreadableMedia."""
     # A library that some reward imports may have set this. Missing pixels would then be gray instead of an error.
     ImageFile.LOAD_TRUNCATED_IMAGES = False

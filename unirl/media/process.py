@@ -16,8 +16,8 @@ import warnings
 
 from PIL import Image
 
-from unirl.media.files import UnreadableMedia
-from unirl.media.images import BYTES_PER_PIXEL, ImageLimits, decode_upright, open_header
+from unirl.media.files import ImageLimits, UnreadableMedia
+from unirl.media.images import BYTES_PER_PIXEL, decode_upright, open_header
 
 MIB = 2**20
 SPARE_BYTES = 512 * MIB

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from unirl.media.files import UnreadableMedia
-from unirl.media.images import ImageLimits
+from unirl.media.files import ImageLimits, UnreadableMedia
 
 CONTAINERS = {"mp4": "mov", "webm": "matroska"}
 """The only FFmpeg demuxer allowed for each format. Demuxers of playlists, which open other files, are not allowed."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from unirl.config.errors import UnreadableFileError
-from unirl.media.files import UnreadableMedia, read_regular
+from unirl.media.files import ImageLimits, UnreadableMedia, read_regular
 from unirl.media.memory import MemoryBudget
 from unirl.models.loading.remote_files import fetch, is_remote
 
@@ -21,10 +21,9 @@ if TYPE_CHECKING:
 MIB = 2**20
 MAX_BYTES = 64 * MIB
 """Largest size of an image file."""
-MAX_PIXELS = 8192 * 8192
-"""Largest number of pixels of an image: 192 MiB after decoding to RGB."""
-MAX_ASPECT = 200
-"""Largest ratio of the sides. The vision towers of the Qwen-VL family reject a larger one."""
+LIMITS = ImageLimits(pixels=8192 * 8192, aspect=200)
+"""Pillow has 4 bytes per pixel, so the largest image takes 256 MiB. The vision towers of the Qwen-VL family reject a
+larger ratio of the sides."""
 MEMORY = MemoryBudget(512 * MIB)
 """Memory of all images that the threads of this process decode at once."""
 IMAGE_MARK = "<image>"
@@ -80,17 +79,16 @@ def decode_file(file: MediaFile, opaque: bool = False) -> DecodedImage:
     Raises:
         UnreadableFileError: 4003 the file is damaged, too large, or of an unsupported kind.
     """
-    from unirl.media.images import BYTES_PER_PIXEL, ImageLimits, decode_upright, is_plain, num_frames_of, open_header
+    from unirl.media.images import BYTES_PER_PIXEL, decode_upright, is_plain, num_frames_of, open_header
     from unirl.media.process import decode_apart
 
-    limits = ImageLimits(pixels=MAX_PIXELS, aspect=MAX_ASPECT)
     try:
-        with open_header(file.content, limits) as image:
+        with open_header(file.content, LIMITS) as image:
             frames = num_frames_of(image)
             with MEMORY.hold(BYTES_PER_PIXEL * image.width * image.height):
                 if is_plain(image, file.content):
                     return DecodedImage(decode_upright(image, opaque), frames)
-                return DecodedImage(decode_apart(file.content, limits, opaque), frames)
+                return DecodedImage(decode_apart(file.content, LIMITS, opaque), frames)
     except UnreadableMedia as error:
         raise UnreadableFileError(f"image {file.uri} cannot be read: {error}") from error
 
@@ -124,11 +122,11 @@ def png_of(levels: Tensor) -> bytes:
 
 def png_image(data: bytes) -> Image:
     """The image in a PNG file as RGB. Raises ValueError if it is none."""
-    from PIL import Image, UnidentifiedImageError
+    from unirl.media.images import decode_upright, open_header
 
     try:
-        return Image.open(BytesIO(data), formats=["PNG"]).convert("RGB")
-    except (UnidentifiedImageError, OSError, SyntaxError) as error:
+        return decode_upright(open_header(data, LIMITS, ["PNG"]))
+    except UnreadableMedia as error:
         raise ValueError(f"{len(data)} bytes are no PNG file: {error}") from error
 
 

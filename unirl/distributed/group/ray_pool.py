@@ -19,7 +19,7 @@ from unirl.distributed.group.dispatch import Call, SplitCall, split_call
 from unirl.distributed.group.failures import ThreadStacks, WorkerFailure, first_cause, stall
 from unirl.distributed.group.handle import Group, PendingCall, Remote
 from unirl.distributed.group.lockstep import check_same_kind
-from unirl.distributed.group.ray_cluster import connect, reserve, shut_down
+from unirl.distributed.group.ray_cluster import connect, lost_raylet, reserve, shut_down
 from unirl.distributed.group.ray_worker import ANSWER_S, WorkerLocation, WorkerRef, how_it_died
 from unirl.distributed.group.rendezvous import MARGIN_S, Rendezvous, named_rendezvous
 from unirl.distributed.tensor.row_store import RowTransportName
@@ -274,7 +274,7 @@ class RayPool(Pool[RayGroup]):
         try:
             return ray.get(ref)
         except ray.exceptions.RayActorError as error:
-            how = worker.how_it_died(error)
+            how = lost_raylet() or worker.how_it_died(error)
             self._forget([worker])
             return WorkerFailure(what=what, worker=str(worker), message=how, is_death=True)
         except ray.exceptions.RayError as error:  # arguments or result could not be sent

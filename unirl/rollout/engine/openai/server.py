@@ -231,11 +231,13 @@ class OpenAIServer(HttpServer, TokenServer):
         weights = self.weights_name if label == self.label else str(label)
         return TokenAnswer(messages.tokens_of(choice) or [], messages.logps_of(choice), [weights])
 
-    def _completed(self, id: str, prompt: Sequence[int], params: ARSamplingParams, seed: int) -> messages.Completion:
+    def _completed(
+        self, id: str, prompt: Sequence[int], params: ARSamplingParams, seed: int
+    ) -> messages.ScoredCompletion:
         """The checked answer to one request, in one attempt. See `TokenServer.complete`."""
         ends = self.pipeline.bundle.codec.ends
         body = messages.completion(self.model, prompt, params, ends, seed)
-        completion = self.read(self.post("/v1/completions", body), messages.Completion)
+        completion = self.read(self.post("/v1/completions", body), messages.ScoredCompletion)
         name = f"{self.name}: its answer to {id}"
         if len(completion.choices) != 1:
             raise EngineError(f"{name} has {len(completion.choices)} responses, and one was asked for")
@@ -257,7 +259,7 @@ class OpenAIServer(HttpServer, TokenServer):
             )
         return completion
 
-    def _label(self, id: str, completion: messages.Completion) -> str | None:
+    def _label(self, id: str, completion: messages.ScoredCompletion) -> str | None:
         """The name of the weights of an answer. None: the server has no names. Raises SyncError for several names.
 
         vLLM before 0.33 does not write it into answers, so it is asked for the present name.
@@ -326,7 +328,7 @@ class OpenAIServer(HttpServer, TokenServer):
 
     def _checksums(self) -> list[Mapping[str, str]]:
         """The beginning of the SHA-256 of every tensor, for each rank."""
-        reply = self.read(self.insist_on("/weight_checker", {"action": "checksum"}), messages.Checksums)
+        reply = self.read(self.insist_on("/weight_checker", {"action": "checksum"}), messages.WeightDigests)
         ranks: dict[str, dict[str, str]] = {}
         for key, digest in reply.checksums.items():
             rank, _, name = key.rpartition(":")

@@ -76,7 +76,7 @@ def send(http: httpx2.Client, body: bytes, report: Report) -> None:
     if response.status_code != 200:
         report.refusals[response.json()["detail"].partition(": ")[2][:40]] += 1
     elif error := response.json()["errors"][0].get("brightness"):
-        report.refusals[error.partition("]: ")[2][:40]] += 1
+        report.refusals[error.rpartition("]: ")[2][:40]] += 1  # a valid video is refused without a place
 
 
 def processes(parent: int) -> dict[str, int]:

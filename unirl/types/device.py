@@ -233,6 +233,11 @@ def wait_for(devices: Iterable[torch.device]) -> None:
         torch.get_device_module(device).current_stream(device).synchronize()
 
 
+def host_buffer(shape: Sequence[int], dtype: torch.dtype, source: torch.device) -> Tensor:
+    """An empty tensor of the host for copies from `source`. Only a copy to pinned memory is asynchronous on CUDA."""
+    return torch.empty(tuple(shape), dtype=dtype, pin_memory=source.type == "cuda")
+
+
 def move_module(module: nn.Module, device: torch.device) -> None:
     """Move a module in place. Copies to the CPU lie in pinned memory, and the host waits for them once.
 
@@ -268,13 +273,7 @@ class HostRows:
         """Start to copy the rows from `start` on, a part of each column. All are copied in one stream of one device."""
         device = parts[0].device
         if not self.columns:
-            # Only a copy to pinned memory is asynchronous on CUDA.
-            pinned = device.type == "cuda"
-            shapes = [(self.count, *part.shape[1:]) for part in parts]
-            self.columns = [
-                torch.empty(shape, dtype=part.dtype, pin_memory=pinned)
-                for shape, part in zip(shapes, parts, strict=True)
-            ]
+            self.columns = [host_buffer((self.count, *part.shape[1:]), part.dtype, device) for part in parts]
         for column, part in zip(self.columns, parts, strict=True):
             column[start : start + len(part)].copy_(part, non_blocking=True)
         module = device_module(device)

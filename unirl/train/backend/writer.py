@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from unirl.train.backend.manifest import FileEntry, record_written
-from unirl.types.device import CPU
+from unirl.types.device import CPU, host_buffer
 from unirl.types.progress import progress
 
 CHUNK = 8 * 2**20
@@ -79,8 +79,8 @@ class FileWriter:
         for name, pieces in files.items():
             headers[name], size = layout_of(pieces)
             if name not in self.buffers or len(self.buffers[name]) != size:
-                on_device = any(piece.tensor.device != CPU for piece in pieces.values())
-                self.buffers[name] = torch.empty(size, dtype=torch.uint8, pin_memory=on_device)
+                source = next((piece.tensor.device for piece in pieces.values() if piece.tensor.device != CPU), CPU)
+                self.buffers[name] = host_buffer((size,), torch.uint8, source)
             filled(self.buffers[name], pieces)
         self.pending = self.executor.submit(self._write_all, directory, headers)
 

@@ -3,8 +3,9 @@
     python scripts/attack_reward_service.py --out benchmarks/attack_reward_service.json                 2 minutes
     python scripts/attack_reward_service.py --tree ../before         another checkout, whose service is attacked
 
+none:     no attack for 10 s, for comparison
 gzip:     30 requests at once, each of 49 KB that unpack to 48 MiB
-metadata: one request of 29 KB whose metadata are lists in mappings with long keys
+metadata: one request of a few KB that unpacks to a key of a megabyte above 100,000 values
 decoder:  decoders are killed while they are idle, before a valid image is sent
 uploads:  8 connections, each of which sends one byte of its body at a time
 
@@ -143,6 +144,10 @@ def send_all(
             count(result, outcome)
 
 
+def no_attack(service: RunningService, result: AttackResult) -> None:
+    time.sleep(10.0)
+
+
 def attack_gzip(service: RunningService, result: AttackResult) -> None:
     turn = {"text": "", "image_b64": "A" * (BODY_MB * 2**20)}
     body = json.dumps({"requests": [{"history": [turn], "required_rewards": ["brightness"]}]}).encode()
@@ -150,11 +155,10 @@ def attack_gzip(service: RunningService, result: AttackResult) -> None:
 
 
 def attack_metadata(service: RunningService, result: AttackResult) -> None:
-    metadata: object = [0] * 7000
-    for _ in range(14):
-        metadata = {"\\" * 450: metadata}
+    metadata = {"x" * 1_000_000: [0] * 100_000}
     item = {"history": [{"text": ""}], "required_rewards": ["sums"], "metadata": metadata}
-    send_all(service, result, json.dumps({"requests": [item]}).encode(), 1, {})
+    body = json.dumps({"requests": [item]}).encode()
+    send_all(service, result, gzip.compress(body), 1, {"Content-Encoding": "gzip"})
 
 
 def attack_decoder(service: RunningService, result: AttackResult) -> None:
@@ -207,6 +211,7 @@ def attack_uploads(service: RunningService, result: AttackResult) -> None:
 
 
 ATTACKS: dict[str, Callable[[RunningService, AttackResult], None]] = {
+    "none": no_attack,
     "gzip": attack_gzip,
     "metadata": attack_metadata,
     "decoder": attack_decoder,

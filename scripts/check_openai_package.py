@@ -173,7 +173,7 @@ def checked(each: Client, kill: bool) -> Json:
     """Push, sample and compare, before and after updates, and after a kill."""
     result: Json = {"start_and_first_push_s": round(each.push(), 1), "largest_logp_differences": {}}
     server = each.engine.server
-    result["version"] = each.engine.server.http.request("GET", "/version").body.decode()
+    result["version"] = json.loads(server.http.request("GET", "/version").body)["version"]
     server.check_ready()  # once more, now that answers are recorded
     gaps = result["largest_logp_differences"]
     gaps["initial weights"] = each.gap()
@@ -216,7 +216,10 @@ def keep_answers(each: Client, answers: Json, prefix: str = "") -> None:
     for exchange in each.exchanges:
         body = exchange.answer
         if isinstance(body, dict) and "data" in body:
-            body = {"data": [{**card, "id": "model", "root": "model"} for card in body["data"]]}
+            kept = ("object", "owned_by", "max_model_len", "meta")
+            body = {
+                "data": [{"id": "model"} | {key: card[key] for key in kept if key in card} for card in body["data"]]
+            }
         if isinstance(body, dict) and "model" in body:
             body = {**body, "model": "model"}
         answers.setdefault(prefix + exchange.name, {"status": exchange.status, "body": described(body)})

@@ -3,8 +3,8 @@
     python scripts/damaged_media.py --count 10000 --out benchmarks/damaged_media.json          about 5 minutes
 
 Every file is a valid one with up to twelve changes. Images and videos are sent to a reward service; images and prompt
-files are read as a run reads them. The exit status is 1 after a status of 500 or above, the death of a process, a response
-that took more than 2 s, a decoder with more than 300 MB, or an error of a run that is not one for the user.
+files are read as a run reads them. The exit status is 1 after a status of 500 or above, the death of a process, a
+response that took more than 2 s, a decoder with more than 300 MB, or an error of a run that is not one for the user.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def send(http: httpx2.Client, body: bytes, report: Report) -> None:
     if response.status_code != 200:
         report.refusals[response.json()["detail"].partition(": ")[2][:40]] += 1
     elif error := response.json()["errors"][0].get("brightness"):
-        report.refusals[error.partition("]: ")[2][:40]] += 1
+        report.refusals[error.rpartition("]: ")[2][:40]] += 1  # a valid video is refused without a place
 
 
 def processes(parent: int) -> dict[str, int]:

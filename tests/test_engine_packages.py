@@ -104,9 +104,9 @@ def test_the_real_server_was_as_exact_as_two_forwards_in_fp32_are() -> None:
 OPENAI = json.loads(RECORD.read_text())["openai"]
 OPENAI_ANSWERS = {
     "GET /v1/models": openai.ModelList,
-    "POST /v1/completions": openai.Completion,
+    "POST /v1/completions": openai.ScoredCompletion,
     "llama.cpp GET /v1/models": openai.ModelList,
-    "llama.cpp POST /v1/completions": openai.Completion,
+    "llama.cpp POST /v1/completions": openai.ScoredCompletion,
     "GET /weight_info": openai.WeightInfo,
     "POST /weight_checker": openai.WeightDigests,
 }
@@ -127,7 +127,7 @@ def test_the_engine_reads_the_answers_of_real_openai_servers(name) -> None:
     recorded = OPENAI["live"]["answers"][name]
     read = msgspec.json.decode(json.dumps(recorded["body"]), type=OPENAI_ANSWERS[name])
     assert recorded["status"] == 200
-    if isinstance(read, openai.Completion):
+    if isinstance(read, openai.ScoredCompletion):
         [choice] = read.choices
         tokens, logps = openai.tokens_of(choice), openai.logps_of(choice)
         assert tokens and logps and len(tokens) == len(logps) == read.usage.completion_tokens

@@ -28,14 +28,9 @@ ROWS = [
     {"prompt": "two dogs", "media_refs": [{"modality": "image", "role": "condition", "uri": "a.png"}]},
 ]
 Change = tuple[int, int, bytes]
-"""A place as a share of 10,000 of the file, the number of bytes that are removed there, and those that are put there."""
-CHANGES = st.lists(
-    st.tuples(
-        st.integers(0, 9999), st.integers(0, 40), st.binary(max_size=8) | st.sampled_from([b"\xff" * 4, bytes(4)])
-    ),
-    min_size=1,
-    max_size=8,
-)
+"""A place as a share of 10,000 of the file, the number of bytes removed there, and the bytes put in their place."""
+PIECES = st.binary(max_size=8) | st.sampled_from([b"\xff" * 4, bytes(4)])
+CHANGES = st.lists(st.tuples(st.integers(0, 9999), st.integers(0, 40), PIECES), min_size=1, max_size=8)
 SMALL = settings(max_examples=60, deadline=None, derandomize=True)
 
 

@@ -131,7 +131,8 @@ def test_what_a_server_cannot_do_is_refused_by_name(engine, mode) -> None:
 
 def test_a_request_cannot_go_on_with_another_adapter(tmp_path: Path) -> None:
     """When the recipe is checked, and when an engine is used without a recipe."""
-    use, settings = EngineUse(num_devices=1, adapter_alpha=8.0, model_path=None), {"in_flight": "pause", "url": None}
+    use = EngineUse(num_devices=1, adapter_alpha=8.0, model_path=None, num_weights=2)
+    settings = {"in_flight": "pause", "url": None}
     with pytest.raises(IncompatibleError, match=r"Use drain or abort, or set sync\.merge_adapters=true"):
         SGLangLLMRolloutEngine.check_use(settings, use)
     served = Served.at(tmp_path, lora=LORA, in_flight="pause")

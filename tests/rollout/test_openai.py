@@ -315,8 +315,8 @@ def test_a_run_from_the_weights_of_the_start_alone_is_allowed(overrides) -> None
 
 
 def test_another_model_name_is_refused(tmp_path) -> None:
-    refusal = pytest.raises(IncompatibleError, match=r"rollout\.model=toi: .* has no such model\. Did you mean 'toy'")
-    with fake() as url, serving(tmp_path, url=url, model="toi") as served, refusal:
+    refusal = pytest.raises(IncompatibleError, match=r"rollout\.model=toys: .* has no such model\. Did you mean 'toy'")
+    with fake() as url, serving(tmp_path, url=url, model="toys") as served, refusal:
         served.push()
 
 

@@ -21,8 +21,8 @@ INLINE_BYTES = 2**14
 """A body of at most this size is parsed at once, in about a millisecond. A larger one is parsed in a thread."""
 PIECE_BYTES = 2**20
 """A gzip body is unpacked, and charged, in pieces of at most this size."""
-PARSERS = 2
-"""Number of requests that are unpacked or parsed at the same time."""
+UNPACKERS, PARSERS = 2, 1
+"""Number of requests that are unpacked, and parsed, at the same time. Parsing holds Python's lock (GIL)."""
 MAX_JSON_VALUES = 2**20
 """Largest number of commas and opening brackets in a JSON body, each of which may begin another object in memory."""
 JSON_VALUE_BYTES = 80
@@ -109,7 +109,7 @@ class Intake:
 
     def __init__(self, limits: LimitsConfig) -> None:
         self._limits = limits
-        self._parsers = FairSlots(PARSERS)
+        self._unpackers, self._parsers = FairSlots(UNPACKERS), FairSlots(PARSERS)
 
     async def receive(self, request: Request, content_type: str, share: MemoryShare) -> list[ReceivedSample]:
         """Returns the samples of a request, whose memory is charged to `share`.
@@ -134,7 +134,7 @@ class Intake:
         if encoding not in ("identity", "gzip"):
             raise RequestRefused(415, "unsupported_type", f"content-encoding {encoding!r}: send gzip or none")
         self._check_declared(request.headers.get("content-length"))
-        unpacker = Unpacker(self._parsers, share.client) if encoding == "gzip" else None
+        unpacker = Unpacker(self._unpackers, share.client) if encoding == "gzip" else None
         body, pace, more = Body(self._limits, content_type, share), Pace(self._limits), True
         while more:
             piece, more = await pace.next(request)
@@ -188,8 +188,8 @@ class Body:
 class Unpacker:
     """Unpacks a gzip body in a thread, in pieces."""
 
-    def __init__(self, parsers: FairSlots, client: str) -> None:
-        self._parsers, self._client = parsers, client
+    def __init__(self, slots: FairSlots, client: str) -> None:
+        self._slots, self._client = slots, client
         self._gzip = zlib.decompressobj(wbits=31)
 
     async def unpack(self, piece: bytes) -> AsyncIterator[bytes]:
@@ -198,7 +198,7 @@ class Unpacker:
             if self._gzip.eof:
                 raise RequestRefused(400, "malformed", "the body goes on after the end of its gzip content")
             try:
-                async with self._parsers.slot(self._client):
+                async with self._slots.slot(self._client):
                     plain = await asyncio.to_thread(self._gzip.decompress, piece, PIECE_BYTES)
             except zlib.error as error:
                 raise RequestRefused(400, "malformed", f"not gzip: {error}") from error

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
 import msgspec
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from reward_service.intake import Parsed, parse
 from reward_service.scoring import RequestRefused
@@ -70,7 +71,14 @@ items = st.fixed_dictionaries(
 )
 requests = st.fixed_dictionaries({"requests": st.lists(items, min_size=1, max_size=3)})
 
-short = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+EXAMPLES, SEED = int(os.environ.get("FUZZ_EXAMPLES", "40")), int(os.environ.get("FUZZ_SEED", "0"))
+"""The script sets both."""
+many = settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+
+
+def short(test):
+    """Runs a property on EXAMPLES examples, the same ones each time."""
+    return seed(SEED)(many(test))
 
 
 def received(body: bytes, content_type: str) -> Parsed | None:

@@ -152,7 +152,8 @@ def trial(mode: str, number: int, seed: int, unkilled: Unkilled, scratch: Path) 
         result = unkilled.run.finish(folder)
         differs = [name for name, value in unkilled.outcome.items() if result[name] != value]
     except (RuntimeError, AssertionError) as error:
-        differs = [f"failed: {str(error)[-1500:]}"]
+        text = str(error)
+        differs = [f"failed: {text[:200]} ... {text[-1000:]}"]
     record = {"mode": mode, "trial": number, "disturbances": [asdict(each) for each in done], "differs_in": differs}
     print(json.dumps(record | {"equal": not differs}), flush=True)
     return record | {"equal": not differs}

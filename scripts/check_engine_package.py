@@ -390,8 +390,36 @@ def checked(each: Client, kind: str) -> Json:
     if kind != "full":
         return result
     result["aborted"] = aborted(each)
+    result["in_flight"] = {mode: in_flight(each, mode) for mode in ("drain", "abort", "pause")}
+    each.engine.in_flight = "drain"
     each.check_kill(result)
     return result
+
+
+def in_flight(each: Client, mode: str) -> Json:
+    """Push while three requests run. Returns versions of the rows, and how many last tokens are from the new weights.
+
+    The log-prob of a token from other weights than the trainer's differs from its replay by far more than 1e-4.
+    """
+    import torch
+
+    each.engine.in_flight = mode
+    tracks: list[Any] = []
+    req = each.request(max_new_tokens=200, samples_per_prompt=1)
+    rollout = threading.Thread(target=lambda: tracks.append(each.engine.generate(req).tracks["text"]))
+    rollout.start()
+    while rollout.is_alive() and each.engine.gate.num_running < len(req):
+        time.sleep(0.01)
+    time.sleep(0.5)
+    each.train(len(mode))
+    each.push()
+    rollout.join()
+    [track] = tracks
+    with torch.no_grad():
+        gaps = (track.segment.logp - each.trained.stage.replay(track.conditions, track.segment).logp).abs()
+    rows = gaps.split(track.segment.lengths.tolist())
+    matching = [int((row.flip(0) < 1e-4).long().cumprod(0).sum()) for row in rows]
+    return {"versions": track.weight_version.tolist(), "tokens": [len(row) for row in rows], "of_new_weights": matching}
 
 
 def aborted(each: Client, attempts: int = 10) -> str:

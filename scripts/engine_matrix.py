@@ -61,8 +61,12 @@ def contract(test: str) -> Cell:
 NO, NOT_NEEDED = Cell("no"), Cell("-")
 REPLICA, TEXT = "rollout/test_replica", "rollout/test_replica_text"
 SERVE, LLM = "rollout/test_transformers_serve", "rollout/test_sglang_llm"
+OPENAI = "rollout/test_openai"
 SGLANG, OMNI = "rollout/test_sglang", "rollout/test_vllm_omni"
+LATENTS = "rollout/test_latent_servers"
 REAL_LLM = "test_engine_packages::test_the_real_server_was_as_exact_as_two_forwards_in_fp32_are"
+REAL_IMAGES = "test_engine_packages::test_the_real_server_reads_images_as_exactly_as_two_forwards_in_fp32_do"
+REAL_OPENAI = "test_engine_packages::test_the_real_openai_servers_were_as_exact_as_two_forwards_in_fp32_are"
 REAL_SGLANG = "test_engine_packages::test_the_real_diffusion_server_was_as_exact_as_two_forwards_in_fp32_are"
 REAL_OMNI = "test_engine_packages::test_the_real_vllm_omni_was_as_exact_as_two_forwards_in_fp32_are"
 """Tests of the records of runs with the real servers."""
@@ -136,13 +140,27 @@ ENGINES: Mapping[str, Sequence[Cell]] = {
         NO,
         ran(f"{SERVE}::test_a_killed_server_is_restarted_with_its_weights_and_gives_the_same_answers"),
     ),
+    "vLLM, OpenAI-compatible servers": (
+        ran(REAL_OPENAI),
+        ran(REAL_OPENAI),
+        NO,
+        NO,
+        contract(f"{OPENAI}::test_it_keeps_the_contract_of_an_engine"),
+        NO,
+        NO,
+        ran(REAL_OPENAI),
+        contract(f"{OPENAI}::test_it_keeps_the_contract_of_an_engine"),
+        contract(f"{OPENAI}::test_two_runs_on_one_server_are_told_apart"),
+        NO,
+        contract(f"{OPENAI}::test_responses_that_are_broken_off_are_asked_for_again"),
+    ),
     "SGLang, language models": (
         ran(REAL_LLM),
         ran(REAL_LLM),
         NO,
         NO,
         contract(f"{LLM}::test_sampling_settings_reach_the_server"),
-        contract("rollout/test_sglang_images::test_log_probs_are_those_of_the_replay_before_and_after_an_update"),
+        ran(REAL_IMAGES),
         ran(REAL_LLM),
         ran(REAL_LLM),
         contract(f"{LLM}::test_it_keeps_the_contract_of_an_engine"),
@@ -162,7 +180,7 @@ ENGINES: Mapping[str, Sequence[Cell]] = {
         ran(REAL_SGLANG),
         NO,
         NO,
-        contract(f"{SGLANG}::test_samples_that_are_broken_off_are_asked_for_again"),
+        contract(f"{LATENTS}::test_samples_that_are_broken_off_are_asked_for_again"),
     ),
     "vLLM-Omni, diffusion": (
         ran(REAL_OMNI),
@@ -173,10 +191,10 @@ ENGINES: Mapping[str, Sequence[Cell]] = {
         NO,
         ran(REAL_OMNI),
         ran(REAL_OMNI),
-        contract(f"{OMNI}::test_it_keeps_the_contract_of_an_engine"),
-        contract(f"{OMNI}::test_stale_weights_are_caught"),
+        contract(f"{LATENTS}::test_it_keeps_the_contract_of_an_engine"),
+        contract(f"{LATENTS}::test_stale_weights_are_caught"),
         NO,
-        contract(f"{OMNI}::test_samples_that_are_broken_off_are_asked_for_again"),
+        contract(f"{LATENTS}::test_samples_that_are_broken_off_are_asked_for_again"),
     ),
 }
 """Engine to its cells, in the order of FEATURES."""

@@ -123,7 +123,7 @@ page. Each combination takes the recipe of a row, replaces its keys by those of 
 step of the training loop. The models are tiny, have random weights, and use the same classes as the full models. A cell
 is **yes** only if the step ended with a finite reward, an update and no gradient that was zero. This page says nothing
 about models of full size. The card of each recipe states what was run at full size. [Engines](engines.md) has a table
-of the engines that are servers (SGLang, vLLM-Omni), which are not in these tables.
+of the engines that are servers (SGLang, vLLM, vLLM-Omni), which are not in these tables.
 
 Each engine has three tables: the images and videos of each family; the tokens of unified models, track by track, while
 their other tracks are trained as in the recipe; and the tracks of unified models together, with the updates of

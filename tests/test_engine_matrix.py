@@ -5,7 +5,12 @@ import json
 from scripts import engine_matrix as matrix
 
 PACKAGES = json.loads((matrix.ROOT / "benchmarks" / "engine_packages.json").read_text())
-RECORDS = {"SGLang, language models": "sglang_llm", "SGLang, diffusion": "sglang", "vLLM-Omni, diffusion": "vllm_omni"}
+RECORDS = {
+    "vLLM, OpenAI-compatible servers": "openai",
+    "SGLang, language models": "sglang_llm",
+    "SGLang, diffusion": "sglang",
+    "vLLM-Omni, diffusion": "vllm_omni",
+}
 """Engine to its record of the real package's classes."""
 
 

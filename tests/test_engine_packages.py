@@ -7,13 +7,14 @@ import json
 import msgspec
 import pytest
 
-from scripts import check_diffusion_package, check_image_package, check_omni_package
+from scripts import check_diffusion_package, check_image_package, check_omni_package, check_openai_package
 from scripts.check_engine_package import CLASSES, RECORD, Exchange, described, distinct, requests_of_the_engine
 from tests import fake_servers
 from unirl.config.http import HttpClient
 from unirl.models.language.pipeline import PlainPrompt
 from unirl.models.qwen3.family import Qwen3Bundle
 from unirl.models.qwen_vl.family import QwenVLBundle
+from unirl.rollout.engine.openai import messages as openai
 from unirl.rollout.engine.sglang_llm import messages
 from unirl.rollout.engine.sglang_llm.checksums import SentTensors
 from unirl.rollout.engine.vllm_omni.server import VERSION
@@ -96,6 +97,67 @@ def test_the_real_servers_checksums_are_those_that_the_engine_computes() -> None
 def test_the_real_server_was_as_exact_as_two_forwards_in_fp32_are() -> None:
     for result in SGLANG["live"]["results"].values():
         assert max(result["largest_logp_differences"].values()) < 5e-6
+
+
+# OpenAI-compatible servers
+
+OPENAI = json.loads(RECORD.read_text())["openai"]
+OPENAI_ANSWERS = {
+    "GET /v1/models": openai.ModelList,
+    "POST /v1/completions": openai.ScoredCompletion,
+    "llama.cpp GET /v1/models": openai.ModelList,
+    "llama.cpp POST /v1/completions": openai.ScoredCompletion,
+    "GET /weight_info": openai.WeightInfo,
+    "POST /weight_checker": openai.WeightDigests,
+}
+
+
+@pytest.fixture(scope="module")
+def openai_exchanges() -> list[Exchange]:
+    return check_openai_package.requests_of_the_engine()
+
+
+def test_vllm_has_read_the_requests_that_the_engine_sends(openai_exchanges) -> None:
+    assert OPENAI["requests"] == json.loads(json.dumps(distinct(openai_exchanges)))
+    assert set(OPENAI["requests_read"]) == {path.partition("?")[0] for path in OPENAI["requests"]}
+
+
+@pytest.mark.parametrize("name", sorted(OPENAI_ANSWERS))
+def test_the_engine_reads_the_answers_of_real_openai_servers(name) -> None:
+    recorded = OPENAI["live"]["answers"][name]
+    read = msgspec.json.decode(json.dumps(recorded["body"]), type=OPENAI_ANSWERS[name])
+    assert recorded["status"] == 200
+    if isinstance(read, openai.ScoredCompletion):
+        [choice] = read.choices
+        tokens, logps = openai.tokens_of(choice), openai.logps_of(choice)
+        assert tokens and logps and len(tokens) == len(logps) == read.usage.completion_tokens
+
+
+def test_the_fake_vllm_answers_with_the_keys_of_the_real_one(openai_exchanges) -> None:
+    """vLLM 0.32, which was run, has no `weight_versions`; log-probs by text have texts as keys."""
+    ours = next(each.answer for each in openai_exchanges if each.name == "POST /v1/completions")
+    theirs = OPENAI["live"]["answers"]["POST /v1/completions"]["body"]
+    assert set(ours) == set(theirs)
+    [a], [b] = ours["choices"], theirs["choices"]
+    assert set(a) - {"weight_versions"} == set(b) - {"weight_versions"}
+    assert set(a["logprobs"]) == set(b["logprobs"]) and set(ours["usage"]) == set(theirs["usage"])
+
+
+def test_the_real_openai_servers_were_as_exact_as_two_forwards_in_fp32_are() -> None:
+    results = OPENAI["live"]["results"]
+    assert set(results) == {"vllm, full", "vllm, merged", "llama.cpp"}
+    for result in results.values():
+        assert max(result["largest_logp_differences"].values()) < 5e-6
+
+
+def test_the_real_server_drained_aborted_and_paused_requests_as_promised() -> None:
+    """Three requests each; the first ones may end before the transfer. Log-probs tell which weights gave a token."""
+    modes = SGLANG["live"]["results"]["full"]["in_flight"]
+    drain, abort, pause = modes["drain"], modes["abort"], modes["pause"]
+    assert len(set(drain["versions"])) == 1 and drain["of_new_weights"] == [0, 0, 0]
+    assert len(set(abort["versions"])) == 1 and abort["of_new_weights"] == abort["tokens"]
+    assert pause["versions"] == abort["versions"]  # those before the transfer
+    assert any(0 < new < all_tokens for new, all_tokens in zip(pause["of_new_weights"], pause["tokens"], strict=True))
 
 
 # Prompts with images

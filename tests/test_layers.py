@@ -9,6 +9,7 @@ from tests.source_tree import Import, Module, imports_of, modules, resolved
 
 LAYERS = {
     "types": 0,
+    "media": 0,
     "sde": 1,
     "config": 1,
     "tracking": 1,

@@ -17,6 +17,7 @@ READERS = {"read", "readline", "readlines", "readall", "read_bytes", "body", "fo
 ENDS_BY_ITSELF = {
     "unirl/data/readers.py": "a prompt file that the user named",
     "unirl/distributed/group/reaper.py": "a pipe on which nothing is sent; its end is the signal",
+    "unirl/media/process.py": "a file that its parent process has read within a bound",
     "unirl/tracking/tables.py": "a table that this run wrote",
     "unirl/train/backend/manifest.py": "a manifest that a run wrote",
 }

@@ -1,7 +1,11 @@
 """What the user sees when something fails: one message, the right exit status, a traceback only on request."""
 
 import errno
+import functools
 import os
+import resource
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -115,3 +119,11 @@ def test_help_shows_three_examples_first_and_every_command(capsys, argv):
     assert shown.startswith("examples:\n")
     assert shown.split("\n\n")[0].count("unirl ") == 3
     assert all(f"\n  {command} " in shown for command in COMMANDS)
+
+
+def test_the_status_survives_output_that_goes_to_a_full_disk(tmp_path):
+    words = [sys.executable, "-m", "unirl.cli", "check", "no/such/recipe"]
+    with open(tmp_path / "log", "w") as log:
+        full = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (0, 0))
+        done = subprocess.run(words, stdout=log, stderr=log, preexec_fn=full)
+    assert done.returncode == 2 and (tmp_path / "log").read_text() == ""

@@ -29,7 +29,7 @@ def runs(tmp_path):
     """A finished, a stopped, a failed, a lost and a running run, oldest first."""
     for name, code in {"finished": 0, "stopped": 130, "failed": 5}.items():
         started(tmp_path / "p" / name, steps=2).close(code)
-    started(tmp_path / "p" / "lost")._heartbeat.stop()
+    started(tmp_path / "p" / "lost")._owner.release()
     running = started(tmp_path / "p" / "running", steps=400)
     started(tmp_path / "p" / "finished" / "drawn" / "latest").close(0)
     yield tmp_path

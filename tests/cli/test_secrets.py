@@ -10,6 +10,7 @@ import pytest
 from tests.source_tree import ROOT
 from unirl.cli.main import main
 from unirl.config.load import load
+from unirl.train.backend.signing import read_key
 from unirl.trainer.run_folder import continuation
 from unirl.types import secrets
 from unirl.types.secrets import MASK, conceal, is_secret_name, redact, redacted, without_values
@@ -108,3 +109,9 @@ def test_short_values_are_not_replaced_everywhere(short):
 def test_names_that_say_secret():
     names = {"reward.api_key": True, "HF_TOKEN": True, "SECRET": True, "max_new_tokens": False, "tokenizer": False}
     assert {name: is_secret_name(name) for name in names} == names
+
+
+def test_the_key_that_signs_manifests_is_a_secret(monkeypatch):
+    monkeypatch.setenv("MANIFESTS", "canary" * 8)
+    read_key("env:MANIFESTS", "checkpoint.signing_key")
+    assert without_values(f"it is {'canary' * 8}") == f"it is {MASK}"

@@ -16,7 +16,7 @@ from unirl.config.errors import CheckpointError, DataError
 from unirl.data.data_source import MultimodalRLDataSource
 from unirl.data.datasets import load_prompts
 from unirl.data.images import check_images, image_problems
-from unirl.models.images import read_image, split_at_images, with_marks
+from unirl.models.images import MediaFile, read_file, read_image, split_at_images, with_marks
 
 
 def line(*uris: str, prompt: str = "what is it?", **more: object) -> str:
@@ -64,12 +64,12 @@ def bad_files(folder: Path) -> dict[str, str]:
     picture(folder / "deep.png", mode="I;16", color=7)
     return {
         "gone.png": "is not a file on this machine",
-        "cut.png": "cannot be read: image file is truncated",
-        "text.png": "cannot be read: cannot identify image file",
+        "cut.png": "cannot be read: it is damaged (OSError: image file is truncated",
+        "text.png": "cannot be read: it does not begin as a PNG or JPEG or WEBP file",
         "folder.png": "cannot be read",
-        "huge.png": "has 8193 x 8192 pixels; at most 67,108,864 are decoded",
-        "bomb.png": "cannot be read: Image size",
-        "thread.png": "2001 x 10 pixels; one side may be at most 200 times the other",
+        "huge.png": "it has 8193 x 8192 pixels: at most 67,108,864 are decoded",
+        "bomb.png": "cannot be read: too many pixels: Image size",
+        "thread.png": "2001 x 10 pixels: one side may be at most 200 times the other",
         "deep.png": "has mode I;16",
     }
 
@@ -100,11 +100,11 @@ def test_a_file_of_many_prompts_is_opened_once(tmp_path, monkeypatch) -> None:
     for name in "ab":
         picture(tmp_path / f"{name}.png")
 
-    def read(uri: str) -> Image.Image:
+    def read(uri: str) -> MediaFile:
         opened.append(uri)
-        return read_image(uri)
+        return read_file(uri)
 
-    monkeypatch.setattr("unirl.data.images.read_image", read)
+    monkeypatch.setattr("unirl.data.images.read_file", read)
     (tmp_path / "p.jsonl").write_text(line("a.png", "b.png") + line("b.png") * 3)
     assert list(image_problems(load_prompts(tmp_path / "p.jsonl"))) == []
     assert sorted(Path(path).name for path in opened) == ["a.png", "b.png"]

@@ -123,6 +123,16 @@ class Shelf(BaseHTTPRequestHandler):
         self.send_header("Location", "file:///etc/passwd")
         self.end_headers()
 
+    def inward(self) -> None:
+        self.send_response(302)
+        self.send_header("Location", f"http://localhost:{self.server.server_port}/good.png")
+        self.end_headers()
+
+    def credentials(self) -> None:
+        self.send_response(302)
+        self.send_header("Location", "http://169.254.169.254/latest/meta-data")
+        self.end_headers()
+
     def thread(self) -> None:
         self.answer(png((2001, 10)))
 
@@ -194,7 +204,7 @@ BAD = {
     "locked": "answers 403: it wants a login",
     "page": "answers with text/html, which is no image",
     "damaged": "cannot be read",
-    "other": "cannot be read: cannot identify image file",
+    "other": "cannot be read: it does not begin as a PNG or JPEG or WEBP file",
     "cut": "(2 tries)",
     "huge": "it has 953674.3 MiB; at most 1 MiB are read",
     "endless": "it goes on after 1 MiB; at most 1 MiB are read",
@@ -203,7 +213,9 @@ BAD = {
     "down": "the server answers 500 (2 tries)",
     "circle": "Correct the uri",
     "away": "Correct the uri",
-    "thread": "2001 x 10 pixels; one side may be at most 200 times the other",
+    "inward": "it redirects to localhost, which is an address of this machine or its network",
+    "credentials": "169.254.169.254 has a link-local address, which is never asked",
+    "thread": "2001 x 10 pixels: one side may be at most 200 times the other",
 }
 
 
@@ -222,6 +234,30 @@ def test_what_cannot_be_had_is_refused_at_start_by_prompt_address_and_rule(name,
 def test_a_server_that_is_not_there_is_refused(tmp_path) -> None:
     with pytest.raises(DataError, match=r"p0.*http://127\.0\.0\.1:9/a\.png cannot be fetched: .*\(2 tries\)"):
         MultimodalRLDataSource(data_path=str(file_of(tmp_path, "http://127.0.0.1:9/a.png")))
+
+
+def test_a_data_source_asks_the_hosts_of_its_recipe(server, tmp_path) -> None:
+    path = str(file_of(tmp_path, f"{server}/good.png"))
+    for keys, why in (
+        ({"allow_remote": False}, "data_source.allow_remote=false allows no URL"),
+        ({"remote_hosts": ("images.org",)}, r"data_source.remote_hosts=\['images.org'\] lacks 127.0.0.1"),
+    ):
+        with pytest.raises(DataError, match=f"prompt 'p0': image .*: {why}") as caught:
+            MultimodalRLDataSource(data_path=path, **keys)
+        assert caught.value.code == 4003 and not Shelf.asked
+    assert len(MultimodalRLDataSource(data_path=path, remote_hosts=("127.0.0.1",))) == 1
+
+
+def test_a_redirect_into_this_network_is_not_followed(server) -> None:
+    with pytest.raises(DataError, match="it redirects to localhost"):
+        fetch(f"{server}/inward.png", FetchLimits(timeout_s=20))
+    assert Shelf.asked == {"/inward.png": 1}
+
+
+def test_a_link_local_address_is_never_asked() -> None:
+    for host in ("169.254.169.254", "[fe80::1]", "[::ffff:169.254.169.254]"):
+        with pytest.raises(DataError, match="has a link-local address, which is never asked"):
+            read_image(f"http://{host}/latest/meta-data")
 
 
 def test_data_check_names_every_bad_address(server, tmp_path) -> None:

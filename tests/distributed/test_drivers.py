@@ -238,6 +238,46 @@ def test_a_machine_that_is_lost_is_noticed_killed_or_frozen() -> None:
     assert all(float(seconds) < 150 for _, seconds in said), said
 
 
+RAYLET = """
+import os
+import signal
+import time
+from pathlib import Path
+
+from ray._private import worker
+from tests.distributed.roles import Camera
+from unirl.config.device_sets import DeviceSet
+from unirl.config.errors import WorkerError
+from unirl.distributed.group.handle import Remote, submit
+from unirl.distributed.group.ray_cluster import shut_down
+from unirl.distributed.group.ray_pool import RayPool
+
+pool = RayPool(1, deadline_s=600.0, preload=())
+camera = pool.group(DeviceSet("device", (0,))).place(Remote("camera", Camera))
+session = Path(worker._global_node.get_session_dir_path())
+assert session.is_dir()
+pending = submit(camera.nap, 600.0)
+time.sleep(0.5)
+[raylet] = worker._global_node.all_processes["raylet"]
+os.kill(raylet.process.pid, signal.SIGKILL)
+try:
+    pending.result()
+except WorkerError as error:
+    print("pid", raylet.process.pid, error, flush=True)
+pool.close()
+shut_down()
+print("session left:", session.exists(), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_raylet_that_died_is_named_and_its_session_folder_is_removed() -> None:
+    done = drive(RAYLET)
+    named = r"pid (\d+) the worker on device 0 .* died while camera.nap ran: Ray's node process \(raylet, process \1\)"
+    assert re.search(named, done.stdout), done.stdout + done.stderr
+    assert "session left: False" in done.stdout
+
+
 GPUS = """
 import ray
 from tests.distributed.roles import Camera

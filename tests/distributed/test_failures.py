@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ from tests.distributed.roles import Camera, Saboteur, ids
 from tests.processes import is_running, wait_until
 from unirl.config.device_sets import DeviceSet
 from unirl.config.errors import ConfigError, DataError, DependencyError, ResourceError, StallError, WorkerError
+from unirl.distributed.group.deadlines import ENOUGH, LearnedDeadlines
 from unirl.distributed.group.failures import WorkerFailure, first_cause
 from unirl.distributed.group.handle import Remote, submit
 from unirl.distributed.group.ray_cluster import check_interpreter, check_version, reserve
@@ -150,6 +152,40 @@ def test_a_frozen_worker_is_said_not_to_answer(ray_pool, tmp_path) -> None:
         ray_pool.stack_dir = None
         ray_pool.kill([m for m in ray_pool.worker_refs.values() if m.process_info.pid == frozen])
     assert wait_until(lambda: not is_running(frozen), 60)
+
+
+@pytest.mark.slow
+def test_a_frozen_worker_is_found_by_the_durations_of_earlier_calls_and_a_slow_one_is_not(
+    ray_pool, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr("unirl.distributed.group.deadlines.LEAST_S", 2.0)
+    camera = ray_pool.group(PAIR).place(Remote("camera", Camera))
+    for _ in range(ENOUGH):
+        camera.nap(0.01)
+    camera.nap(4.0)  # silent for longer than the learned limit, but it answers
+    frozen = camera.pids()[1]
+    os.kill(frozen, signal.SIGSTOP)
+    ray_pool.stack_dir = tmp_path
+    begin = time.monotonic()
+    try:
+        with pytest.raises(StallError, match=rf"no progress for 2 s on rank 1, .*pid {frozen}\)"):
+            submit(camera.nap, 0.01).result(600.0)
+    finally:
+        ray_pool.stack_dir = None
+        ray_pool.kill([m for m in ray_pool.worker_refs.values() if m.process_info.pid == frozen])
+    assert time.monotonic() - begin < 60
+
+
+@pytest.mark.parametrize(
+    ("durations", "limit"),
+    [([], math.inf), ([1.0, 1.0], math.inf), ([1.0, 2.0, 900.0], 60.0), ([30.0, 10.0, 20.0], 200.0)],
+)
+def test_the_learned_limit_is_ten_medians_and_at_least_a_minute(durations, limit) -> None:
+    learned = LearnedDeadlines()
+    for seconds in durations:
+        learned.note("policy.train", seconds)
+    assert learned.limit_s("policy.train") == limit
+    assert learned.limit_s("policy.save") == math.inf
 
 
 def test_the_first_cause_is_a_death_then_the_earliest_that_is_no_broken_collective() -> None:

@@ -17,7 +17,7 @@ from unirl.config.http import RequestFailed
 from unirl.rollout.engine.base import EngineUse
 from unirl.rollout.engine.openai.transformers_serve import TransformersServeEngine
 from unirl.rollout.engine.serving import in_flight
-from unirl.rollout.engine.serving.in_flight import Gate, InFlight, Interrupted
+from unirl.rollout.engine.serving.in_flight import Gate, InFlight, InterruptedByTransfer
 from unirl.rollout.engine.sglang.engine import SGLangRolloutEngine
 from unirl.rollout.engine.sglang_llm.engine import SGLangLLMRolloutEngine
 from unirl.rollout.engine.vllm_omni.engine import VLLMOmniRolloutEngine
@@ -106,7 +106,7 @@ def test_an_attempt_that_a_transfer_broke_off_is_told_from_one_that_failed() -> 
     gate = Gate()
     with pytest.raises(RequestFailed), gate.passing():
         raise RequestFailed("the connection closed")
-    with pytest.raises(Interrupted), gate.passing():
+    with pytest.raises(InterruptedByTransfer), gate.passing():
         gate.close()
         raise RequestFailed("aborted")
 
@@ -131,7 +131,8 @@ def test_what_a_server_cannot_do_is_refused_by_name(engine, mode) -> None:
 
 def test_a_request_cannot_go_on_with_another_adapter(tmp_path: Path) -> None:
     """When the recipe is checked, and when an engine is used without a recipe."""
-    use, settings = EngineUse(num_devices=1, adapter_alpha=8.0, model_path=None), {"in_flight": "pause", "url": None}
+    use = EngineUse(num_devices=1, adapter_alpha=8.0, model_path=None, num_weights=2)
+    settings = {"in_flight": "pause", "url": None}
     with pytest.raises(IncompatibleError, match=r"Use drain or abort, or set sync\.merge_adapters=true"):
         SGLangLLMRolloutEngine.check_use(settings, use)
     served = Served.at(tmp_path, lora=LORA, in_flight="pause")

@@ -41,8 +41,9 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server in a process of its own, which has the trainer's first weights."""
-    with serving(tmp_path_factory.mktemp("run"), model=tiny_qwen_vl) as served:
+    """A server that has the trainer's first weights."""
+    folder = tmp_path_factory.mktemp("run")
+    with fake(recipe=RECIPE) as url, serving(folder, url=url, model=tiny_qwen_vl) as served:
         served.push()
         yield served
 

@@ -29,6 +29,7 @@ from unirl.distributed.weight_sync.endpoints import WeightSender
 from unirl.distributed.weight_sync.sync import EngineSync
 from unirl.models.language.pipeline import TextPipeline
 from unirl.models.qwen3.family import Qwen3Bundle, Qwen3Pipeline
+from unirl.rollout.engine.serving import server
 from unirl.rollout.engine.sglang_llm.engine import SGLangLLMRolloutEngine
 from unirl.testing.engine import check_engine
 from unirl.testing.language import text_params, text_request
@@ -116,9 +117,8 @@ def serving(folder: Path, **keys: object) -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """One server for the tests that leave it running."""
-    served = Served.at(tmp_path_factory.mktemp("run"))
-    yield served
-    served.engine.server.stop()
+    with fake() as url, serving(tmp_path_factory.mktemp("run"), url=url) as each:
+        yield each
 
 
 def test_it_keeps_the_contract_of_an_engine(served) -> None:
@@ -127,7 +127,7 @@ def test_it_keeps_the_contract_of_an_engine(served) -> None:
     check_engine(served.engine, served.trained, served.backend, req, atol=ATOL)
 
 
-@pytest.mark.parametrize("merge", [False, True], ids=["adapters", "merged"])
+@pytest.mark.parametrize("merge", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["adapters", "merged"])
 def test_adapters_keep_the_contract_too(tmp_path, merge) -> None:
     flags = ("--enable-lora", "--max-lora-rank", "4", "--max-loaded-loras", "2")
     with fake(None, *flags) as url, serving(tmp_path, url=url, lora=LORA) as served:
@@ -177,7 +177,8 @@ def test_a_smallest_length_is_refused(served) -> None:
         ("slow", EngineError, "gave no answer to a probe in 5 attempts"),
     ],
 )
-def test_a_lie_is_caught_when_weights_are_sent(tmp_path, fault, error, says) -> None:
+def test_a_lie_is_caught_when_weights_are_sent(tmp_path, monkeypatch, fault, error, says) -> None:
+    monkeypatch.setattr(server, "RETRY_DELAY_S", 0.01)
     timeout = {"timeout_s": 0.5} if fault == "slow" else {}
     with fake(fault) as url, serving(tmp_path, url=url, **timeout) as served:
         with pytest.raises(error, match=says):
@@ -191,6 +192,16 @@ def test_stale_weights_under_a_new_name_are_caught(tmp_path) -> None:
         served.push()
         served.train()
         with pytest.raises(SyncError, match=r"did not arrive as it was sent.*It keeps old weights"):
+            served.push()
+
+
+def test_a_stale_adapter_under_a_new_name_is_caught(tmp_path) -> None:
+    """The server keeps no checksum of adapters, but computes with them."""
+    flags = ("--enable-lora", "--max-lora-rank", "4", "--max-loaded-loras", "2")
+    with fake("stale-weights", *flags) as url, serving(tmp_path, url=url, lora=LORA) as served:
+        served.push()
+        served.train()
+        with pytest.raises(SyncError, match="the forward of engine rank 0 differs from the trainer's"):
             served.push()
 
 
@@ -220,17 +231,17 @@ def test_exchanged_rows_have_log_probs_that_the_replay_contradicts(tmp_path) -> 
         assert served.log_prob_gap(served.asking(max_new_tokens=4)) > 0.1
 
 
-@pytest.mark.parametrize("fault", ["half-answer", "close"])
-def test_responses_that_are_broken_off_are_asked_for_again(tmp_path, fault) -> None:
+def test_responses_that_are_broken_off_are_asked_for_again(tmp_path) -> None:
     """With the same seeds, so that the answers are those of a server without faults."""
     tokens = []
-    for kind in (fault, None):
-        with fake(kind) as url, serving(tmp_path, url=url) as served:
+    for fault in (None, "half-answer", "close"):
+        with fake(fault) as url, serving(tmp_path, url=url) as served:
             served.push()
             tokens.append(served.tokens(served.asking()))
-    assert tokens[0] == tokens[1]
+    assert tokens[1] == tokens[0] and tokens[2] == tokens[0]
 
 
+@pytest.mark.slow
 def test_a_server_that_is_gone_is_named(tmp_path) -> None:
     """The command starts a server in a process of its own, which kills itself while it generates."""
     words = [sys.executable, "-m", "unirl.cli", "engines", "fake", "--engine", "sglang_llm", "--fault", "die", "--"]
@@ -248,6 +259,7 @@ def test_a_server_that_is_gone_is_named(tmp_path) -> None:
 # Restarts and transfers that fail
 
 
+@pytest.mark.slow
 def test_a_killed_server_gets_its_weights_again_and_gives_the_same_answers(tmp_path) -> None:
     """kill -9 within a rollout: the engine asks for the weights, and the rollout is repeated with the same tokens."""
     with serving(tmp_path, max_restarts=1) as served:
@@ -266,6 +278,7 @@ def test_a_killed_server_gets_its_weights_again_and_gives_the_same_answers(tmp_p
             served.sampled(served.asking())
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_during_a_transfer_gets_all_of_it_again(tmp_path) -> None:
     with serving(tmp_path) as served:
         served.push()

@@ -38,7 +38,10 @@ def test_equal_settings_pass(changes) -> None:
         ({"sigmas": (1.0, math.nan, 0.5, 0.0)}, r"used are \[1, nan, 0\.5, 0\]"),
         ({"timesteps": {1: 700.0}}, r"timesteps used are \[700\], and the request has \[750\]"),
         ({"sde_indices": (0,)}, r"stochastic steps used are \[0\], and the request has \[0, 1\]"),
-        ({"guidance_scales": (4.0, 4.0, 1.0)}, r"guidance scales used are \[4, 4, 1\], and the request has \[4, 4, 4\]"),
+        (
+            {"guidance_scales": (4.0, 4.0, 1.0)},
+            r"guidance scales used are \[4, 4, 1\], and the request has \[4, 4, 4\]",
+        ),
     ],
 )
 def test_a_difference_is_named_with_both_lists(changes, says) -> None:

@@ -132,7 +132,7 @@ def test_the_probe_bounds_the_difference_of_logits(served, size) -> None:
     scale = float(logits.square().mean().sqrt())
     third = logits[0].argsort(descending=True)[2]
     logits[0, third] += size * scale
-    prompts = [row.tolist() for row in inputs.tokens.split(inputs.lengths.tolist())]
+    prompts = served.trained.plain_prompts({"prompt": inputs})
     result = served.engine.server.probe(prompts, logits.float())
     expected = next((step for step in PROBE_LADDER if step >= size), float("inf"))
     assert result.relative == expected
@@ -162,6 +162,7 @@ def test_a_server_that_keeps_old_weights_is_caught(served, monkeypatch) -> None:
         served.engine.generate(served.asking())
 
 
+@pytest.mark.slow
 def test_a_killed_server_is_restarted_with_its_weights_and_gives_the_same_answers(tmp_path) -> None:
     served = Served.at(tmp_path, max_restarts=1)
     served.train()
@@ -184,7 +185,7 @@ def test_a_killed_server_is_restarted_with_its_weights_and_gives_the_same_answer
     with pytest.raises(EngineError, match=text):
         served.engine.generate(served.asking())
     served.engine.server.stop()
-    assert not (tmp_path / "engine" / "rank-0").exists()
+    assert not (tmp_path / "engine" / "transformers-serve-0").exists()
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path) -> None:

@@ -68,8 +68,9 @@ def test_sampling_settings_reach_the_server(served, changes) -> None:
         (VIDEO, "diffusion/hunyuan_video15_t2v_dancegrpo_trainside", {"num_frames": 5, "max_sequence_length": 32}),
         (WAN21, "diffusion/wan21_t2v", {"num_frames": 5, "guidance_scale": 4.0}),
         (WAN22, "diffusion/wan22_t2v_14b", {"num_frames": 5, "guidance_scale": 4.0, "guidance_scale_2": 3.0}),
+        (WAN22, "diffusion/wan22_t2v_14b", {"num_frames": 5, "guidance_scale": 1.0, "guidance_scale_2": 3.0}),
     ],
-    ids=["qwen_image", "hunyuan_video15", "wan21", "wan22"],
+    ids=["qwen_image", "hunyuan_video15", "wan21", "wan22", "wan22, second expert alone guided"],
 )
 def test_other_families_are_sampled_as_sd3_is(tmp_path, family, recipe, changes) -> None:
     """Qwen-Image rescales guided velocities; the second of four noise levels of Wan 2.2 is that of its first expert."""

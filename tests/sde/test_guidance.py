@@ -201,3 +201,22 @@ def test_an_unknown_branch_of_the_gradient_is_refused() -> None:
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: type(k).__name__)
 def test_kinds_are_values(kind: Guidance) -> None:
     assert pickle.loads(pickle.dumps(kind)) == kind and kind.at(1.0) == kind
+
+
+@pytest.mark.parametrize(
+    ("guidance", "scales"),
+    [
+        (Guidance().at(4.0), [4.0, 4.0, 4.0, 4.0]),
+        (ExpertGuidance(boundary=0.5).at(4.0, 3.0), [4.0, 4.0, 3.0, 3.0]),
+        (RenormGuidance(patch_size=2, interval=(0.25, 0.5)).at(4.0), [1.0, 4.0, 1.0, 1.0]),
+    ],
+    ids=["classic", "experts", "interval"],
+)
+def test_the_scale_of_a_level_is_that_of_its_velocity(guidance: Any, scales: list[float]) -> None:
+    """With v_cond = 1 and v_uncond = 0 the guided velocity is w, before the renormalisation that divides by it."""
+    levels = [1.0, 0.5, 0.25, 0.1]
+    assert [guidance.scale_at(level) for level in levels] == scales
+    if not isinstance(guidance, RenormGuidance):
+        zeros = torch.zeros(4, 1, 2, 2)
+        guided = guidance.combine(zeros, zeros + 1, torch.tensor(levels))
+        assert guided[:, 0, 0, 0].tolist() == scales

@@ -288,6 +288,33 @@ def test_mirror_learns_where_a_resumed_run_continues_and_no_secret(tmp_path):
     assert "canary" not in str(mirror.about)
 
 
+def folders(root: Path, kind: str) -> list[str]:
+    return sorted(path.name for path in (root / kind).iterdir())
+
+
+@pytest.mark.parametrize(("crash", "back"), [(5, 4), (8, 2), (9, 8)])
+def test_only_the_newest_samples_and_the_first_evaluation_remain_also_after_a_crash(crash, back, tmp_path):
+    whole, root = tmp_path / "whole", tmp_path / "run"
+    with tracker(whole, keep_samples=2) as target:
+        target.truncate(-1)
+        target.eval(0, evaluation(0.0))
+        run_steps(target, 1, 9)
+    first = tracker(root, keep_samples=2)
+    first.truncate(-1)
+    first.eval(0, evaluation(0.0))
+    run_steps(first, 1, crash, crash=crash)
+    abandon(first, "")
+    with tracker(root, keep_samples=2) as second:
+        second.truncate(back)
+        run_steps(second, back + 1, 9)
+    assert folders(root, "samples") == folders(whole, "samples") == ["step-000006", "step-000008"]
+    assert folders(root, "eval") == folders(whole, "eval") == ["step-000000", "step-000006", "step-000009"]
+    assert [row["step"] for row in read_rows(root / "metrics.jsonl")] == list(range(1, 10))
+    with tracker(tmp_path / "all") as target:
+        run_steps(target, 1, 9)
+    assert len(folders(tmp_path / "all", "samples")) == 4
+
+
 def evaluation_of_texts(right: int) -> EvalResult:
     """Two prompts of two samples each, of which the first `right` are right."""
     answers = tuple(Answer(i < right, "7" if i < right else "8") for i in range(4))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,11 @@ from safetensors.torch import save_file
 
 from tests.train.ranks import run_ranks
 from tests.train.test_sharded_backend import backend_of, update
+from unirl.train.backend import writer
 from unirl.train.backend.manifest import has_receipt, problems, read_manifest, seal
 from unirl.train.backend.state import is_written
 from unirl.train.backend.writer import DTYPES, FileWriter, Piece
+from unirl.types.progress import Heartbeat, reporting_to
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -68,3 +72,22 @@ def test_a_save_in_the_background_holds_what_a_save_at_once_holds(num: int, tmp_
     assert {entry.name for entry in manifest.files} == {path.name for path in at_once.iterdir()}
     for entry in manifest.files:
         assert (later / entry.name).read_bytes() == (at_once / entry.name).read_bytes()
+
+
+def test_waiting_for_a_write_is_progress_only_while_it_goes_on(tmp_path: Path, monkeypatch) -> None:
+    original, goes_on, beat = writer.write_hashed, threading.Event(), Heartbeat()
+
+    def slow(path, header, data, count):
+        for _ in range(3):
+            count()
+            time.sleep(0.1)
+        goes_on.wait(0.5)  # hangs
+        return original(path, header, data, count)
+
+    monkeypatch.setattr(writer, "write_hashed", slow)
+    monkeypatch.setattr(writer, "PROGRESS_S", 0.05)
+    files = FileWriter()
+    with reporting_to(beat):
+        files.begin(tmp_path, {"a": {"x": Piece(torch.ones(2))}})
+        files.finish(wait=True)
+    assert 2 <= beat.count <= 4  # three chunks, and the one after the pause

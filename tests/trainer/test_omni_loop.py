@@ -27,7 +27,8 @@ def run(folder: Path, *overrides: str, recipe: str = "diffusion/sd3_vllmomni") -
 
 
 def test_a_server_that_is_killed_within_a_step_changes_no_number_of_the_run(tmp_path, monkeypatch, capsys) -> None:
-    run(tmp_path / "unbroken", "num_rollouts=2")
+    with fake_servers.vllm_omni() as url:
+        run(tmp_path / "unbroken", "num_rollouts=2", f"rollout.url={url}")
     sample, asked = VLLMOmniServer.sample, []
 
     def killing(server, request, params, positions):

@@ -15,12 +15,14 @@ from tests.trainer.killing import Run
 from unirl.config.errors import EngineError, ParityError
 from unirl.config.load import load
 from unirl.plan.preflight import preflight
+from unirl.rollout.engine.openai.server import OpenAIServer
 from unirl.rollout.engine.sglang.server import SGLangDiffusionServer
 from unirl.rollout.engine.sglang_llm.server import SGLangServer
 from unirl.trainer.assemble import build_trainer
 
 TOY = ("scale=toy", "num_rollouts=2", "tracking.sample_steps=0", "evaluation.eval_steps=0")
 TOKENS = ("llm/quickstart", "rollout=sglang")
+OPENAI = ("llm/quickstart", "rollout=openai")
 IMAGES = ("vlm/qwen_vl_argrpo_geo3k_mc_sglang_4x8_lora",)
 LATENTS = ("diffusion/sd3_sglang_native_colocate",)
 
@@ -33,13 +35,21 @@ def run(folder: Path, *overrides: str, recipe: tuple[str, ...] = TOKENS) -> None
         trainer.train()
 
 
-@pytest.mark.parametrize("recipe", [TOKENS, pytest.param(IMAGES, marks=pytest.mark.slow)], ids=["texts", "images"])
+@pytest.mark.parametrize(
+    ("recipe", "server_class"),
+    [
+        (TOKENS, SGLangServer),
+        pytest.param(IMAGES, SGLangServer, marks=pytest.mark.slow),
+        pytest.param(OPENAI, OpenAIServer, marks=pytest.mark.slow),
+    ],
+    ids=["texts", "images", "openai"],
+)
 def test_a_server_that_is_killed_within_a_step_changes_no_number_of_the_run(
-    tmp_path, monkeypatch, capsys, recipe
+    tmp_path, monkeypatch, capsys, recipe, server_class
 ) -> None:
     """The weights are sent to the new server, and the step's samples are made again with the same seeds."""
     run(tmp_path / "unbroken", recipe=recipe)
-    complete, asked = SGLangServer.complete, []
+    complete, asked = server_class.complete, []
 
     def killing(server, request, params):
         asked.append(request.id)
@@ -47,11 +57,11 @@ def test_a_server_that_is_killed_within_a_step_changes_no_number_of_the_run(
             os.killpg(server.process._process.pid, signal.SIGKILL)
         return complete(server, request, params)
 
-    monkeypatch.setattr(SGLangServer, "complete", killing)
+    monkeypatch.setattr(server_class, "complete", killing)
     run(tmp_path / "killed", recipe=recipe)
     assert metrics_of(tmp_path / "killed") == metrics_of(tmp_path / "unbroken")
     assert len(set(asked)) == 16 < len(asked)
-    assert "step 2 samples again: SGLang ended and was restarted" in capsys.readouterr().err
+    assert f"step 2 samples again: {server_class.name} ended and was restarted" in capsys.readouterr().err
 
 
 def test_exchanged_rows_stop_the_run_before_its_first_update(tmp_path) -> None:
@@ -63,7 +73,8 @@ def test_exchanged_rows_stop_the_run_before_its_first_update(tmp_path) -> None:
 def test_a_diffusion_server_that_is_killed_within_a_step_changes_no_number_of_the_run(
     tmp_path, monkeypatch, capsys
 ) -> None:
-    run(tmp_path / "unbroken", recipe=LATENTS)
+    with fake_servers.sglang_diffusion() as url:
+        run(tmp_path / "unbroken", f"rollout.url={url}", recipe=LATENTS)
     sample, asked = SGLangDiffusionServer.sample, []
 
     def killing(server, request, params, positions):

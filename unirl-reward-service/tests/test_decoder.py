@@ -12,6 +12,7 @@ import subprocess
 import sys
 import zlib
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -19,12 +20,13 @@ import numpy as np
 import pytest
 from PIL import Image
 from reward_service.config import LimitsConfig
-from reward_service.decoder import DecodeLimits, UnreadableMedia, decode, read_below
+from reward_service.decoder import DecodeLimits, decode
 from reward_service.faults import damaged, image_file, media, noise, video_file
 from reward_service.frames import DecodeMedia
 from reward_service.media import BadMedia, MediaDecoder, decode_limits
 from reward_service.metrics import Metrics
 
+from unirl.media.files import UnreadableMedia, read_below
 from unirl.reward.client.wire import MediaPayload, Turn
 
 from .conftest import a_picture
@@ -200,9 +202,9 @@ def roots(tmp_path):
 
 
 def test_paths_below_a_root_are_read(roots):
-    below = limits(media_roots=[str(roots)])
-    assert read_below("a.mp4", below) == read_below(str(roots / "a.mp4"), below) == b"inside"
-    assert read_below("sub/../sub/b.mp4", below) == b"below"
+    below = partial(read_below, roots=[str(roots)], max_bytes=100)
+    assert below("a.mp4") == below(str(roots / "a.mp4")) == b"inside"
+    assert below("sub/../sub/b.mp4") == b"below"
 
 
 ESCAPES = [
@@ -231,12 +233,12 @@ def test_no_other_path_is_read_and_all_refusals_are_alike(roots, path):
     with pytest.raises(
         UnreadableMedia, match=r"^video_path names no file below the service's media roots that may be read$"
     ):
-        read_below(path, limits(media_roots=[str(roots)]))
+        read_below(path, [str(roots)], 100)
 
 
 def test_without_roots_no_path_is_read(roots):
     with pytest.raises(UnreadableMedia):
-        read_below(str(roots / "a.mp4"), limits(media_roots=[]))
+        read_below(str(roots / "a.mp4"), [], 100)
 
 
 def in_decoder(config: LimitsConfig, work):

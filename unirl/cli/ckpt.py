@@ -8,6 +8,7 @@ from dataclasses import asdict
 from unirl.cli.arguments import Parser, run_verb
 from unirl.config.errors import ArgumentError, CheckpointError, InvalidValueError
 from unirl.config.failures import Session
+from unirl.tracking.streams import print_inert
 from unirl.train.backend import checkpoint
 from unirl.train.backend.checkpoint import Checkpoint, CheckpointStore, existing
 from unirl.train.backend.manifest import read_manifest
@@ -34,7 +35,7 @@ def list_all(argv: Sequence[str]) -> int:
         print(json.dumps(listed, indent=1))
     for result, wrong in [] if options.json else rows:
         size = sum(path.stat().st_size for path in result.path.rglob("*") if path.is_file())
-        print(f"{result.path.name}  step {result.step:<6} {size / 1e6:9.1f} MB  {'; '.join(wrong) or 'valid'}")
+        print_inert(f"{result.path.name}  step {result.step:<6} {size / 1e6:9.1f} MB  {'; '.join(wrong) or 'valid'}")
     return 0
 
 
@@ -50,7 +51,7 @@ def verify(argv: Sequence[str]) -> int:
     if wrong:
         raise CheckpointError(f"{path} is damaged or incomplete:" + "".join(f"\n  {line}" for line in wrong))
     checked = [*(["every tensor read"] if options.deep else []), *(["signature valid"] if key else [])]
-    print(f"{path}: {', '.join(['valid', *checked])}")
+    print_inert(f"{path}: {', '.join(['valid', *checked])}")
     return 0
 
 
@@ -75,10 +76,10 @@ def prune(argv: Sequence[str]) -> int:
     store = _store(options.run, keep=options.keep)
     doomed = store.beyond_keep()
     if not doomed:
-        print(f"{store.directory}: nothing to delete with --keep {options.keep}")
+        print_inert(f"{store.directory}: nothing to delete with --keep {options.keep}")
     elif options.yes or _agreed(doomed):
         store.prune()
-        print(f"{store.directory}: deleted {', '.join(result.path.name for result in doomed)}")
+        print_inert(f"{store.directory}: deleted {', '.join(result.path.name for result in doomed)}")
     return 0
 
 

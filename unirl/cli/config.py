@@ -14,6 +14,7 @@ from unirl.cli.check import checked
 from unirl.config.errors import ArgumentError
 from unirl.config.failures import Session
 from unirl.config.merge import get
+from unirl.tracking.streams import print_inert
 
 if TYPE_CHECKING:
     from unirl.config.load import Recipe
@@ -50,9 +51,9 @@ def show(argv: Sequence[str]) -> int:
     written = arguments.options.written
     tree = recipe.composed.resolved() if written else recipe.public()
     if part is not None:
-        print(_yaml(get(tree, part)))
+        print_inert(_yaml(get(tree, part)))
     else:
-        print((recipe.composed.text(resolve_all=True) if written else recipe.resolved_text()).rstrip())
+        print_inert((recipe.composed.text(resolve_all=True) if written else recipe.resolved_text()).rstrip())
     return 0
 
 
@@ -81,10 +82,10 @@ def why(argv: Sequence[str]) -> int:
     key, *rest = argv
     arguments = parse_recipe(recipe_parser("config why", "Print every source that sets a key.", EXAMPLES), rest)
     recipe = checked(arguments.recipe, arguments.overrides)
-    print(f"{key} = {recipe.value(key)}")
+    print_inert(f"{key} = {recipe.value(key)}")
     origins = recipe.composed.why(key)
     for origin in origins:
-        print(f"  {'->' if origin.wins else '  '} {origin.source:<13} {origin.value}   {origin.place}")
+        print_inert(f"  {'->' if origin.wins else '  '} {origin.source:<13} {origin.value}   {origin.place}")
     if not any(origin.wins for origin in origins):
         print("  -> default")
     return 0

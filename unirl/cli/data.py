@@ -22,6 +22,7 @@ from unirl.data.images import image_problems
 from unirl.plan.prompts import load_data
 from unirl.reward.base import RewardScorer
 from unirl.reward.scoring import unscorable
+from unirl.tracking.streams import print_inert
 
 EXAMPLES = (
     "unirl data check my_prompts.jsonl --reward ocr",
@@ -132,7 +133,7 @@ def _report(reports: Sequence[FileReport], quiet: bool) -> None:
     """Prints the results. Raises DataError if there is any problem."""
     for one in [] if quiet else reports:
         if not one.problems:
-            print(f"{one.file}: {_summary(one.prompts)}; valid")
+            print_inert(f"{one.file}: {_summary(one.prompts)}; valid")
     for notice in _shared(reports):
         print(f"unirl: {notice}", file=sys.stderr)
     problems = [problem for one in reports for problem in one.problems]
@@ -181,13 +182,13 @@ def preview(argv: Sequence[str]) -> int:
         for prompt in shown:
             print(json.dumps(_row(prompt)))
         return 0
-    print(f"{options.file}: {_summary(prompts)}")
+    print_inert(f"{options.file}: {_summary(prompts)}")
     width = max(40, shutil.get_terminal_size().columns)
     for prompt in shown:
         about = {key: value for key, value in _row(prompt).items() if key not in ("id", "prompt") and value}
-        print(f"\n{prompt.prompt_id}\n{_cut('  ' + prompt.text, width)}")
+        print_inert(f"\n{prompt.prompt_id}\n{_cut('  ' + prompt.text, width)}")
         for key, value in about.items():
-            print(_cut(f"  {key}: {json.dumps(value, ensure_ascii=False)}", width))
+            print_inert(_cut(f"  {key}: {json.dumps(value, ensure_ascii=False)}", width))
     return 0
 
 

@@ -18,7 +18,7 @@ from unirl.cli.start import IMPORTS, SLOW, shown_start
 from unirl.config import plugins, trust
 from unirl.config.errors import ArgumentError, StoppedAtStart, UsageError, did_you_mean
 from unirl.config.failures import Session, failure_of
-from unirl.tracking.streams import say, silence
+from unirl.tracking.streams import inert, say, silence
 from unirl.types.secrets import conceal_environment, redact
 
 COMMANDS: Mapping[str, str] = {
@@ -78,7 +78,7 @@ def run_command(body: Callable[[list[str], Session], int], argv: Sequence[str]) 
         failure = failure_of(left)
         if failure.is_bug:
             return int(left.code or 0)  # argparse raises this after -h.
-        say(failure.message)
+        _say_last(inert(failure.message))
         return failure.status
     except BrokenPipeError:
         # The reader of our output ended (`unirl recipes | head`). Python must not complain about it at shutdown.
@@ -90,8 +90,18 @@ def run_command(body: Callable[[list[str], Session], int], argv: Sequence[str]) 
         if session.debug:
             say(traceback.format_exc())
         crash = _save_crash(error, session) if failure.is_bug else None
-        say(failure.message + (f"\n  The traceback is in {crash}" if crash else ""))
+        _say_last(inert(failure.message + (f"\n  The traceback is in {crash}" if crash else "")))
         return failure.status
+
+
+def _say_last(text: str) -> None:
+    """Say why the command ends. If the full disk holds this output, too, only the exit status says it."""
+    try:
+        say(text)
+        sys.stdout.flush()
+    except OSError:
+        silence(sys.stderr)
+        silence(sys.stdout)
 
 
 def _save_crash(error: BaseException, session: Session) -> Path | None:

@@ -15,6 +15,7 @@ from unirl.config.failures import Session
 from unirl.config.merge import get
 from unirl.config.recipe import policy_keys
 from unirl.config.recipe_files import RecipeFile, find_recipe, list_recipes
+from unirl.tracking.streams import print_inert
 
 EXAMPLES = ("unirl recipes", "unirl recipes search grpo --json", "unirl recipes show diffusion/sd3_trainside")
 WIDTH = 100
@@ -60,8 +61,8 @@ def show(argv: Sequence[str]) -> int:
     parser.add_argument("recipe", metavar="RECIPE")
     recipe = find_recipe(parser.parse(argv).recipe)
     for name, value in (asdict(_summary(recipe)) | asdict(recipe.card)).items():
-        print(f"# {name}: {value}")
-    print(f"# file: {recipe.path}\n\n{recipe.path.read_text(encoding='utf-8').rstrip()}")
+        print_inert(f"# {name}: {value}")
+    print_inert(f"# file: {recipe.path}\n\n{recipe.path.read_text(encoding='utf-8').rstrip()}")
     return 0
 
 
@@ -133,7 +134,7 @@ def _print_listing(recipes: Sequence[RecipeFile], as_json: bool) -> int:
     for domain, members in groupby(rows, key=lambda row: row[0].name.rpartition("/")[0]):
         print(f"{domain}/")
         for recipe, summary in members:
-            print(_entry(recipe, summary, width))
+            print_inert(_entry(recipe, summary, width))
     print()
     print(textwrap.fill(LEGEND, width))
     print(f"Details: unirl recipes show DOMAIN/RECIPE\n{textwrap.fill(OWN, width)}")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from PIL import Image, ImageDraw, UnidentifiedImageError
+from PIL import Image, ImageDraw
 from torch import Tensor
 
 from unirl.cli.arguments import Parser, run_verb
@@ -21,6 +21,7 @@ from unirl.config.dependencies import need
 from unirl.config.errors import ArgumentError, DataError, RewardError
 from unirl.config.failures import Session
 from unirl.config.schema import dotted_name
+from unirl.models.images import read_image
 from unirl.reward.base import RewardScorer
 from unirl.reward.client.connection import Connection, ConnectionConfig
 from unirl.reward.contract import check_scorer
@@ -281,10 +282,9 @@ def _read_images(paths: Sequence[str]) -> Tensor:
     images = []
     for path in paths:
         try:
-            with Image.open(path) as image:
-                images.append(image.convert("RGB"))
-        except (OSError, UnidentifiedImageError) as error:
-            raise DataError(f"--image {path} cannot be read as an image: {error}") from error
+            images.append(read_image(path))
+        except DataError as error:
+            raise type(error)(f"--image {path}: {error}") from error
     sizes = {(image.height, image.width, 3) for image in images}
     if len(sizes) > 1:
         raise DataError(f"the images have different sizes {sorted(sizes)}: score images of one size together")

@@ -18,6 +18,7 @@ from unirl.config.failures import Session
 from unirl.tracking.console import duration
 from unirl.tracking.owner import RunDirectoryError
 from unirl.tracking.run_directory import REMARKS, read_record, status_of
+from unirl.tracking.streams import print_inert
 from unirl.tracking.tables import Row, first_and_last
 
 EXAMPLES = ("unirl runs", "unirl runs runs/unirl", "unirl runs /data/runs --json")
@@ -76,7 +77,7 @@ def run(argv: list[str], session: Session) -> int:
     elif not runs:
         print(f"no run in {options.folder}. Start one: unirl quickstart")
     else:
-        print(table(runs))
+        print_inert(table(runs))
     return 0
 
 

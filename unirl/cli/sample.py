@@ -14,6 +14,7 @@ from unirl.data.datasets import Prompt, load_prompts
 from unirl.data.images import check_images
 from unirl.tracking.media import media_of
 from unirl.tracking.samples import Gallery, Media
+from unirl.tracking.streams import print_inert
 from unirl.trainer.assemble import build_trainer
 from unirl.trainer.loop import Trainer
 from unirl.trainer.run_folder import check_folder, check_weights, quiet_tracker, saved_run
@@ -57,7 +58,7 @@ def run(argv: list[str], session: Session) -> int:
     facts = {"seed": options.seed, "run": run, "checkpoint": checkpoint, "weights": options.weights}
     for some, media, rewrites in drawn:
         for line in [*media.console_lines(), *media.remarks()]:
-            print(line)
+            print_inert(line)
         size = some[0].size
         folder = out if len(drawn) == 1 or size is None else out / f"{size[0]}x{size[1]}"
         folder.mkdir(parents=True, exist_ok=True)

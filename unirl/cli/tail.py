@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from unirl.cli.runs import FOLDER, runs_in
 from unirl.config.errors import InvalidValueError, NotFoundError
 from unirl.config.failures import Session
 from unirl.tracking.run_directory import status_of
+from unirl.tracking.streams import inert, print_inert, say
 
 EXAMPLES = ("unirl tail", "unirl tail runs/unirl/first", "unirl tail runs/unirl/first -n 100")
 ALIVE = ("running", "stalled")
@@ -29,12 +29,12 @@ def run(argv: list[str], session: Session) -> int:
     root = Path(options.run) if options.run is not None else newest_run()
     try:
         for line in follow(log_of(root), root, options.lines):
-            print(line, end="", flush=True)
+            print_inert(line, end="", flush=True)
     except KeyboardInterrupt:
         return 0
     status = status_of(root)
     reason = f": {status.reason}" if status.reason else ""
-    print(f"unirl: {root} {status.state}{reason}", file=sys.stderr)
+    say(inert(f"unirl: {root} {status.state}{reason}"))
     return 0
 
 

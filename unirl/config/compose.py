@@ -36,7 +36,12 @@ VARIABLE = re.compile(r"\$\{\s*oc\.env:\s*(\w+)")
 """The environment variable that the text of a value reads."""
 _RESOLVER = re.compile(r"\$\{\s*([^}{$:\s]+)\s*:")
 _REFERENCE = re.compile(r"\$\{(?!\s*oc\.env\s*:)")
+_NESTED = re.compile(r"\$\{(?!\s*oc\.env:\s*\w+\s*,)[^}]*\$\{")
+"""A reference inside the name of another one. The default of `${oc.env:NAME,...}` may be a reference."""
 _SAME = object()
+MAX_VALUES = 100_000
+"""Values of a recipe file, each alias counted with all that it repeats. The largest recipe that ships has about 100."""
+MAX_DEPTH = 100
 
 
 @dataclass(frozen=True)
@@ -138,8 +143,9 @@ def _base_name(defaults: object, path: Path) -> str | None:
 def _read(path: Path) -> ConfigLayer:
     """The settings of a file, and the line of every key."""
     try:
-        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        _refuse_large(root, path)
+        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
         reason = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())[:300]
         raise InvalidValueError(f"{path}: not readable as YAML: {reason}") from error
@@ -147,6 +153,29 @@ def _read(path: Path) -> ConfigLayer:
         raise InvalidValueError(f"{path}: a recipe is a mapping of blocks, got {type(tree).__name__}")
     places = {key: f"{path.name}:{line}" for key, line in _lines(root, "")}
     return ConfigLayer("recipe", {str(key): value for key, value in tree.items()}, places)
+
+
+def _refuse_large(root: yaml.Node | None, path: Path) -> None:
+    """Refuses (2004) a file with more values than a recipe can need, before they are made.
+
+    An alias (`*name`) repeats all of what it names, so a few lines can stand for billions of values.
+    """
+    if root is not None and _num_values(root, {}, ()) > MAX_VALUES:
+        raise InvalidValueError(
+            f"{path}: with its aliases (*name) the file has more than {MAX_VALUES} values, or an alias contains "
+            "itself. Write what a recipe needs without aliases"
+        )
+
+
+def _num_values(node: yaml.Node, counted: dict[int, int], above: tuple[int, ...]) -> int:
+    """The number of values of a node with all aliases replaced. An alias that contains itself counts as too many."""
+    if id(node) in above or len(above) > MAX_DEPTH:
+        return MAX_VALUES + 1
+    if id(node) not in counted:
+        below = node.value if isinstance(node, yaml.SequenceNode) else ()
+        below = [each for pair in node.value for each in pair] if isinstance(node, yaml.MappingNode) else below
+        counted[id(node)] = 1 + sum(_num_values(each, counted, (*above, id(node))) for each in below)
+    return counted[id(node)]
 
 
 def _lines(node: yaml.Node | None, path: str) -> Iterator[tuple[str, int]]:
@@ -198,6 +227,11 @@ def resolve(tree: Tree, where: Callable[[str], str] = lambda path: "") -> Tree:
     """
     values = [(path, str(value)) for path, value in leaves(tree)]
     for path, value in values:
+        if _NESTED.search(value):
+            raise ConfigError(
+                f"{path}={value}: a reference inside the name of another one is not allowed, because nobody can see "
+                f"what it reads. Name the key itself{where(path)}"
+            )
         for name in _RESOLVER.findall(value):
             if name != "oc.env":
                 message = f"{path}={value}: '{name}:' is not allowed. Use ${{key}} or ${{oc.env:NAME,default}}"

@@ -98,6 +98,9 @@ class TrackingConfig:
     """Keep samples every this many steps and after the last step; 0 = never."""
     max_samples: Positive = 16
     """Samples that are kept each time."""
+    keep_samples: NonNegative = 0
+    """Sample folders, and evaluation folders beside the first one, that remain: the newest ones; 0 = all. Tables keep
+    every step."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from unirl.config.errors import ResumeError
 from unirl.data.datasets import Prompt, load_prompts, with_recorded
-from unirl.data.images import ImageInfos, check_images, digest_of, read_image_info
+from unirl.data.images import ImageInfos, check_images, check_remote, digest_of, read_image_info
 from unirl.types.primitives import RecordedRole
 from unirl.types.protocols import State
 
@@ -225,6 +225,8 @@ class MultimodalRLDataSource(PromptSource):
         prompt_key: str = "prompt",
         recorded: tuple[RecordedRole, ...] = (),
         sizes: tuple[tuple[int, int], ...] = (),
+        allow_remote: bool = True,
+        remote_hosts: tuple[str, ...] = (),
     ) -> None:
         """The trainer passes the run's seed and the data file of the evaluation block.
 
@@ -236,9 +238,12 @@ class MultimodalRLDataSource(PromptSource):
             recorded: roles of the images that are the samples of a prompt, in this order; [] = the policy samples.
             sizes: [height, width] in pixels. Each prompt gets the size whose aspect ratio is nearest to that of its
                 image; [] = all samples have the size of `sampling`.
+            allow_remote: images may be at URLs; false = only files on this machine.
+            remote_hosts: hosts of URLs of images, or buckets of s3 and gs; [] = all.
         """
         prompts = [with_recorded(prompt, recorded) for prompt in load_prompts(data_path, prompt_key=prompt_key)]
         held_out = load_prompts(eval_data_path, prompt_key=prompt_key) if eval_data_path else None
+        check_remote((*prompts, *(held_out or ())), allow_remote, remote_hosts)
         super().__init__(prompts, shuffle=shuffle, seed=seed, held_out=held_out, sizes=sizes)
 
 

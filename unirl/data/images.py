@@ -6,11 +6,13 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
-from unirl.config.errors import DataError
+from unirl.config.errors import DataError, UnreadableFileError
 from unirl.data.datasets import CONDITION, MEDIA_FORM, Prompt
-from unirl.models.images import read_image, split_at_images
-from unirl.models.loading.remote_files import fetch, is_remote
+from unirl.models.images import decode_file, read_file, split_at_images
+from unirl.models.loading.remote_files import is_remote
+from unirl.tracking.streams import say
 from unirl.types.facts import ModelFacts
 
 OPENED_AT_ONCE = 16
@@ -26,6 +28,8 @@ class ImageInfo:
     width: int
     digest: str
     """Hash of the file's content."""
+    num_frames: int
+    """1 for a still image. Of an animation, only the first frame is read."""
 
 
 ImageInfos = Mapping[str, ImageInfo]
@@ -43,6 +47,27 @@ def check_images(prompts: Sequence[Prompt]) -> ImageInfos:
 def image_problems(prompts: Sequence[Prompt]) -> Iterator[DataError]:
     """One error for each prompt whose images cannot be used. It names prompt, file and rule. Files are opened once."""
     return _problems(prompts, _open_all(prompts))
+
+
+def check_remote(prompts: Sequence[Prompt], allowed: bool, hosts: Sequence[str]) -> None:
+    """Raises DataError (4003) for the first prompt with an image at a URL that the data source does not allow.
+
+    Args:
+        allowed: False allows no URL.
+        hosts: names of hosts (buckets for s3 and gs); empty allows all.
+    """
+    for prompt in prompts:
+        for uri in (ref.uri for ref in prompt.images if is_remote(ref.uri)):
+            host = urlsplit(uri).hostname
+            if not allowed:
+                rule = "data_source.allow_remote=false allows no URL. Fetch the file and give its path"
+            elif hosts and host not in hosts:
+                rule = (
+                    f"data_source.remote_hosts={list(hosts)} lacks {host}. Add it, or fetch the file and give its path"
+                )
+            else:
+                continue
+            raise UnreadableFileError(f"{prompt.origin}: prompt {prompt.prompt_id!r}: image {uri}: {rule}")
 
 
 def check_counts(prompts: Sequence[Prompt], facts: ModelFacts) -> None:
@@ -84,7 +109,16 @@ def _open_all(prompts: Sequence[Prompt]) -> Mapping[str, ImageInfo | DataError]:
     """Facts about every condition image, or why it cannot be read."""
     files = list(dict.fromkeys(ref.uri for prompt in prompts for ref in prompt.images))
     with ThreadPoolExecutor(OPENED_AT_ONCE) as threads:  # image decoders release the GIL
-        return dict(zip(files, threads.map(_info_or_error, files), strict=True))
+        results = dict(zip(files, threads.map(_info_or_error, files), strict=True))
+    _say_animations([uri for uri, info in results.items() if isinstance(info, ImageInfo) and info.num_frames > 1])
+    return results
+
+
+def _say_animations(uris: Sequence[str]) -> None:
+    """Says on stderr that only the first frame of these images is read."""
+    if uris:
+        others = f" and {len(uris) - 1} more" if len(uris) > 1 else ""
+        say(f"unirl: {uris[0]}{others}: an image of several frames; its first frame is read")
 
 
 def _info_or_error(uri: str) -> ImageInfo | DataError:
@@ -96,16 +130,19 @@ def _info_or_error(uri: str) -> ImageInfo | DataError:
 
 def read_image_info(uri: str) -> ImageInfo:
     """Facts about the image at a path or an address. Raises DataError (4003)."""
-    width, height = read_image(uri).size
-    return ImageInfo(height, width, digest_of(uri))
+    file = read_file(uri)
+    decoded = decode_file(file)
+    return ImageInfo(decoded.image.height, decoded.image.width, hashed(file.content), decoded.num_frames)
 
 
 def digest_of(uri: str) -> str:
     """Hash of a file's content, 32 characters; the path does not count."""
-    if is_remote(uri):
-        return hashlib.blake2b(fetch(uri), digest_size=16).hexdigest()
-    with open(uri, "rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    return hashed(read_file(uri).content)
+
+
+def hashed(content: bytes) -> str:
+    """A hash of 32 characters."""
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def _problems(prompts: Sequence[Prompt], results: Mapping[str, ImageInfo | DataError]) -> Iterator[DataError]:

@@ -17,6 +17,13 @@ SHOWN = 100
 """Characters of a bad entry that an error shows."""
 
 
+PARQUET_ROWS = 64
+"""Rows of a parquet file that are unpacked at a time."""
+UNPACKED_BYTES = 2**30
+MAX_EXPANSION = 100
+"""A parquet file may unpack to 1 GiB, or to a hundred times its own size."""
+
+
 class BadEntry(ValueError):
     """An entry that breaks the rules of its file. The caller adds the file and the line."""
 
@@ -52,6 +59,8 @@ def _absent(file: Path) -> str:
 
 
 def _read_text(file: Path) -> str:
+    if file.exists() and not (file.is_file() or file.is_dir()):
+        raise DataError(f"data file {file} is a pipe, a socket or a device, which may never end; give a regular file")
     try:
         data = file.read_bytes()
     except FileNotFoundError as error:
@@ -174,13 +183,37 @@ def _finite(digits: str) -> float:
 
 
 def parquet_rows(file: Path) -> Iterator[dict[str, object]]:
-    """The rows of a parquet file. Raises DependencyError if pyarrow is not installed."""
+    """The rows of a parquet file, a few at a time.
+
+    A column may store one long text once for all rows, so texts stay as stored until their rows are read, and what all
+    rows hold is counted.
+
+    Raises:
+        DependencyError: 3001 if pyarrow is not installed.
+        DataError: 4002 if the file unpacks to far more than its own size.
+    """
     need("pyarrow", extra="data", by=f"data file {file}")
+    import pyarrow
     import pyarrow.parquet
 
+    size = file.stat().st_size
+    most = max(UNPACKED_BYTES, MAX_EXPANSION * size)
     with pyarrow.parquet.ParquetFile(file) as opened:
-        for batch in opened.iter_batches():
-            yield from batch.to_pylist()
+        groups = [opened.metadata.row_group(i) for i in range(opened.metadata.num_row_groups)]
+        total = sum(group.total_byte_size for group in groups)
+        flat = [field.name for field in opened.schema_arrow if pyarrow.types.is_string(field.type)]
+    with pyarrow.parquet.ParquetFile(file, read_dictionary=flat) as opened:
+        for batch in opened.iter_batches(batch_size=PARQUET_ROWS) if total <= most else ():
+            rows = batch.to_pylist()
+            yield from rows
+            total += sum(len(value) for row in rows for value in row.values() if isinstance(value, str))
+            if total > most:
+                break
+    if total > most:
+        raise DataError(
+            f"data file {file} has {size} bytes and unpacks to more than {most}: no list of prompts does. Check where "
+            "it comes from, or save it as .jsonl"
+        )
 
 
 def _parquet(file: Path, prompt_key: str) -> Iterator[RawEntry]:
@@ -194,7 +227,7 @@ def _parquet(file: Path, prompt_key: str) -> Iterator[RawEntry]:
     try:
         for number, row in enumerate(parquet_rows(file), start=1):
             yield RawEntry(number, json.dumps(row, ensure_ascii=False, default=repr), partial(_as_json, row, ""))
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:  # the last one for damaged column names
         reason = str(error).splitlines()[0]
         raise DataError(f"data file {file} cannot be read as parquet after row {number}: {reason}") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING
 
@@ -9,32 +10,87 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unirl.config.errors import UniRLError, UnreadableFileError
+from unirl.config.errors import UnreadableFileError
+from unirl.media.files import ImageLimits, UnreadableMedia, read_regular
+from unirl.media.memory import MemoryBudget
 from unirl.models.loading.remote_files import fetch, is_remote
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MAX_PIXELS = 8192 * 8192
-"""Largest number of pixels of an image: 192 MiB after decoding to RGB."""
-MAX_ASPECT = 200
-"""Largest ratio of the sides. The vision towers of the Qwen-VL family reject a larger one."""
-MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
-"""PIL's modes of images with at most 8 bits per channel."""
+MIB = 2**20
+MAX_BYTES = 64 * MIB
+"""Largest size of an image file."""
+LIMITS = ImageLimits(pixels=8192 * 8192, aspect=200)
+"""Pillow has 4 bytes per pixel, so the largest image takes 256 MiB. The vision towers of the Qwen-VL family reject a
+larger ratio of the sides."""
+MEMORY = MemoryBudget(512 * MIB)
+"""Memory of all images that the threads of this process decode at once."""
 IMAGE_MARK = "<image>"
 """The placeholder of an image in a prompt. Without placeholders, all images come before the text."""
 
 
-def read_image(uri: str) -> Image:
-    """The image of `open_image` as RGB, with transparent parts on white."""
-    image = open_image(uri)
-    if image.has_transparency_data:
-        from PIL import Image
+@dataclass(frozen=True)
+class MediaFile:
+    """A file, as it was read once."""
 
-        layer = image.convert("RGBA")
-        image = Image.new("RGB", image.size, "white")
-        image.paste(layer, mask=layer.getchannel("A"))
-    return image.convert("RGB")
+    uri: str
+    """The path or URL."""
+    content: bytes
+
+
+@dataclass(frozen=True)
+class DecodedImage:
+    """An upright RGB image, which is the first of the frames of its file."""
+
+    image: Image
+    num_frames: int
+
+
+def read_image(uri: str) -> Image:
+    """The first frame of the image at a path or URL as RGB, upright, with transparent parts on white.
+
+    Raises:
+        UnreadableFileError: the file is missing, damaged, too large, or of an unsupported kind.
+    """
+    return decode_file(read_file(uri)).image
+
+
+def read_file(uri: str) -> MediaFile:
+    """The content of the file at a path or URL. Raises UnreadableFileError (4003)."""
+    if is_remote(uri):
+        return MediaFile(uri, fetch(uri))
+    try:
+        return MediaFile(uri, read_regular(uri, MAX_BYTES))
+    except FileNotFoundError as error:
+        raise UnreadableFileError(f"image {uri} is not a file on this machine") from error
+    except (OSError, UnreadableMedia, ValueError) as error:  # ValueError: the path has a null character
+        raise UnreadableFileError(f"image {uri} cannot be read: {error}") from error
+
+
+def decode_file(file: MediaFile, opaque: bool = False) -> DecodedImage:
+    """The image of a file, decoded in this process, or in one of its own if its size does not bound the work.
+
+    All threads of this process decode at most `MEMORY` at once.
+
+    Args:
+        opaque: refuse transparent parts instead of placing them on white.
+
+    Raises:
+        UnreadableFileError: 4003 the file is damaged, too large, or of an unsupported kind.
+    """
+    from unirl.media.images import BYTES_PER_PIXEL, decode_upright, is_plain, num_frames_of, open_header
+    from unirl.media.process import decode_apart
+
+    try:
+        with open_header(file.content, LIMITS) as image:
+            frames = num_frames_of(image)
+            with MEMORY.hold(BYTES_PER_PIXEL * image.width * image.height):
+                if is_plain(image, file.content):
+                    return DecodedImage(decode_upright(image, opaque), frames)
+                return DecodedImage(decode_apart(file.content, LIMITS, opaque), frames)
+    except UnreadableMedia as error:
+        raise UnreadableFileError(f"image {file.uri} cannot be read: {error}") from error
 
 
 def fit_image(image: Image, height: int, width: int) -> Tensor:
@@ -66,49 +122,12 @@ def png_of(levels: Tensor) -> bytes:
 
 def png_image(data: bytes) -> Image:
     """The image in a PNG file as RGB. Raises ValueError if it is none."""
-    from PIL import Image, UnidentifiedImageError
+    from unirl.media.images import decode_upright, open_header
 
     try:
-        return Image.open(BytesIO(data), formats=["PNG"]).convert("RGB")
-    except (UnidentifiedImageError, OSError, SyntaxError) as error:
+        return decode_upright(open_header(data, LIMITS, ["PNG"]))
+    except UnreadableMedia as error:
         raise ValueError(f"{len(data)} bytes are no PNG file: {error}") from error
-
-
-def open_image(uri: str) -> Image:
-    """The image at a path or URL, rotated by its EXIF orientation. Its header is checked before its pixels are decoded.
-
-    Raises:
-        UnreadableFileError: the file is missing, damaged, too large, or of an unsupported kind.
-    """
-    from PIL import Image, ImageOps, UnidentifiedImageError
-
-    try:
-        with Image.open(BytesIO(fetch(uri)) if is_remote(uri) else uri) as image:
-            _check_header(uri, image)
-            return ImageOps.exif_transpose(image)
-    except FileNotFoundError as error:
-        raise UnreadableFileError(f"image {uri} is not a file on this machine") from error
-    except UniRLError:
-        raise
-    except UnidentifiedImageError as error:
-        raise UnreadableFileError(f"image {uri} cannot be read: cannot identify image file") from error
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        # PIL raises these for damaged files.
-        raise UnreadableFileError(f"image {uri} cannot be read: {error}") from error
-
-
-def _check_header(uri: str, image: Image) -> None:
-    width, height = image.size
-    size = f"image {uri} has {width} x {height} pixels"
-    if width * height > MAX_PIXELS:
-        raise UnreadableFileError(f"{size}; at most {MAX_PIXELS:,} are decoded. Scale it down")
-    if max(width, height) > MAX_ASPECT * min(width, height):
-        raise UnreadableFileError(f"{size}; one side may be at most {MAX_ASPECT} times the other. Crop it")
-    if image.mode not in MODES:
-        allowed = ", ".join(MODES)
-        raise UnreadableFileError(
-            f"image {uri} has mode {image.mode}; save it with 8 bits per channel as one of {allowed}"
-        )
 
 
 def with_marks(text: str, num_images: int) -> str:

@@ -15,6 +15,8 @@ from urllib.parse import urlparse
 
 from PIL import Image, ImageOps
 
+from unirl.media.files import ImageLimits, UnreadableMedia, read_regular
+from unirl.media.images import PLAIN_PIXELS, decode_upright, is_plain, open_header
 from unirl.tracking.curve import Series, beside, reward_curve
 from unirl.tracking.lettering import wrap
 from unirl.tracking.media import read_samples
@@ -40,6 +42,8 @@ MAX_PROMPTS = 4
 MAX_LINES = 6
 """Lines that are shown of a text."""
 THUMBNAIL = 96
+MAX_BYTES = 2**26
+"""Largest file of a prompt's image that is shown."""
 LARGEST_SHEET = 2400
 """Longer side of the sheet on the page in pixels. Larger sheets are reduced; the file of the step is not."""
 
@@ -138,11 +142,14 @@ def text_sheet(exchanges: Sequence[Exchange]) -> Image.Image:
 
 
 def thumbnail(images: Sequence[str]) -> Image.Image | None:
-    """The first image of a prompt within a small square. None if there is none, or it is no longer where it was."""
+    """The first image of a prompt within a small square. None if there is none that can be read quickly."""
     for uri in images[:1]:
-        with suppress(OSError), Image.open(urlparse(uri).path) as image:
-            resample = Image.Resampling.LANCZOS if max(image.size) > THUMBNAIL else Image.Resampling.NEAREST
-            return ImageOps.pad(image.convert("RGB"), (THUMBNAIL, THUMBNAIL), resample, color=BACKGROUND)
+        with suppress(OSError, UnreadableMedia):
+            data = read_regular(urlparse(uri).path, MAX_BYTES)
+            image = open_header(data, ImageLimits(pixels=PLAIN_PIXELS))
+            if is_plain(image, data):
+                resample = Image.Resampling.LANCZOS if max(image.size) > THUMBNAIL else Image.Resampling.NEAREST
+                return ImageOps.pad(decode_upright(image), (THUMBNAIL, THUMBNAIL), resample, color=BACKGROUND)
     return None
 
 

@@ -122,6 +122,13 @@ class RunDirectory:
         folder.mkdir(parents=True)
         return folder
 
+    def prune_step_folders(self, kind: str, keep: int) -> None:
+        """Removes the oldest step folders beyond `keep` (0 = none). The first evaluation stays, since pages show it."""
+        folders = sorted(path for path in (self.root / kind).iterdir() if STEP_FOLDER.fullmatch(path.name))
+        self.fence.check()
+        for folder in folders[kind == "eval" : -keep] if keep else ():
+            shutil.rmtree(folder)
+
     def cut_step_folders(self, step: int) -> None:
         """Removes sample and evaluation folders of steps after `step`."""
         self.fence.check()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
@@ -54,6 +55,21 @@ def silence(stream: TextIO) -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
+
+
+def inert(text: str) -> str:
+    """`text` in which no character acts on a terminal: what is not printable is spelled out, such as `<U+009B>`.
+
+    Those are the control characters C0 and C1, and the marks that turn or hide text (Unicode bidirectional controls).
+    """
+    return "".join(
+        c if c in "\n\t" or c.isprintable() or unicodedata.category(c) == "Zs" else f"<U+{ord(c):04X}>" for c in text
+    )
+
+
+def print_inert(text: str, end: str = "\n", flush: bool = False) -> None:
+    """Print text that contains names, prompts or values of others to standard output."""
+    print(inert(text), end=end, flush=flush)
 
 
 def say(text: str, end: str = "\n") -> None:

@@ -7,7 +7,6 @@ Invisible characters are spelled out, so they cannot move a cursor or hide anyth
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from unirl.tracking.samples import (
     Sides,
     pairs_of,
 )
+from unirl.tracking.streams import inert
 from unirl.tracking.tables import replace_text
 
 PAGE_CHARACTERS = 400_000
@@ -238,10 +238,7 @@ def shortened(text: str, limit: int) -> str:
 
 def visible(text: str) -> str:
     """The text with characters that have no glyph (controls, surrogates, direction marks) written as <U+0000>."""
-    return "".join(
-        c if c in "\n\t" or c.isprintable() or unicodedata.category(c) == "Zs" else f"<U+{ord(c):04X}>"
-        for c in text.replace("\r\n", "\n")
-    )
+    return inert(text.replace("\r\n", "\n"))
 
 
 def inline(text: str, limit: int = MAX_INLINE) -> str:

@@ -35,9 +35,15 @@ class Tracker:
         mirrors: Sequence[Mirror] = (),
         about: RunInfo | None = None,
         tracks: tuple[str, ...] = (),
+        keep_samples: int = 0,
     ) -> None:
-        """`about` is for the mirrors. `tracks`, when there are several, may stand before metric names."""
+        """`about` is for the mirrors. `tracks`, when there are several, may stand before metric names.
+
+        Args:
+            keep_samples: number of folders of samples, and of evaluations beside the first one, that remain. 0: all.
+        """
         self.run = run
+        self._keep_samples = keep_samples
         self.console = console
         self.timers = PhaseTimers()
         self.position = 0
@@ -117,6 +123,7 @@ class Tracker:
         write_manifest(saved, folder / "manifest.jsonl")
         page = saved.media.page(saved, folder, f"samples of step {step}")
         saved.media.mirror(self._mirrors, MirroredPage(step, "samples", f"step {step}", page), saved.rows)
+        self.run.prune_step_folders("samples", self._keep_samples)
         return page
 
     def eval(self, step: int, result: EvalResult) -> Path:
@@ -141,6 +148,7 @@ class Tracker:
             self.console.note(f"eval after step {step}: {evaluation(metrics)}, {page}")
         self._mirrors.each(lambda mirror: mirror.log(step, metrics))
         saved.media.mirror(self._mirrors, MirroredPage(step, "eval", title, page), saved.rows)
+        self.run.prune_step_folders("eval", self._keep_samples)
         return page
 
     # Words

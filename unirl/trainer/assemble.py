@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -535,5 +536,7 @@ def parity_gate(config: RecipeConfig, algorithm: StageAlgorithm[object]) -> Pari
 
 def _check_disk(config: RecipeConfig, checkpoints: CheckpointStore, learners: Sequence[Learner]) -> None:
     num_checkpoints = (config.keep_checkpoints or config.num_rollouts // max(config.save_interval, 1)) + 1
+    if config.checkpoint.keep_every:
+        num_checkpoints += config.num_rollouts // math.lcm(config.checkpoint.keep_every, max(config.save_interval, 1))
     num_bytes = num_checkpoints * sum(learner.backend.checkpoint_bytes() for learner in learners)
     check_disk(checkpoints.directory, num_bytes, f"{num_checkpoints} checkpoints")

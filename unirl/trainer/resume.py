@@ -33,6 +33,8 @@ RESULT_NEUTRAL = (
     "pipeline.use_cuda_graphs",
     "plugins",
     "data_source.data_path",  # the data source compares its own fingerprint
+    "data_source.allow_remote",
+    "data_source.remote_hosts",
     "rollout.forward_batch_size",
     "rollout.gather_weights",
     "stack.micro_batch_size",

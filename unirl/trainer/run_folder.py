@@ -71,7 +71,14 @@ def open_tracker(recipe: Recipe, root: Path, argv: Sequence[str], threads: Threa
         if threads is not None:
             run.note(threads={"per_process": threads.count, "why": threads.why})
         console = Console(config.num_rollouts, log=root / "logs" / "console.log")
-        tracker = Tracker(run, console=console, mirrors=mirrors, about=about, tracks=tracks_of(recipe))
+        tracker = Tracker(
+            run,
+            console=console,
+            mirrors=mirrors,
+            about=about,
+            tracks=tracks_of(recipe),
+            keep_samples=config.tracking.keep_samples,
+        )
         banner = banner_lines(recipe, root, threads)
         console.banner(f"unirl {unirl.__version__}  {recipe.file.name}  ->  {root}", banner)
         return tracker

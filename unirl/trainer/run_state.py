@@ -124,6 +124,7 @@ class RunState:
         """Copy a published checkpoint. Returns the error if that failed."""
         if self.copies is not None:
             try:
+                self.checkpoints.check_writer()
                 self.copies.copy(self.checkpoints.directory / checkpoint_name(step))
             except UniRLError as error:
                 return error

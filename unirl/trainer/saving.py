@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +13,8 @@ from threading import Thread
 from unirl.config.errors import StallError, UniRLError, WorkerError
 from unirl.train.backend.base import TrainBackend
 from unirl.train.backend.state import is_written
+from unirl.train.backend.writer import PROGRESS_S
+from unirl.types.progress import progress
 
 POLL_S = 0.02
 LOST = (WorkerError, StallError)
@@ -32,6 +34,8 @@ class BackgroundSave:
     copy: Callable[[], UniRLError | None] = lambda: None
     """Copies the published checkpoint elsewhere. Returns the error if that failed."""
     outcome: Future[UniRLError | None] = field(default_factory=Future)
+    is_copying: bool = False
+    """True when the checkpoint is published and is being copied elsewhere."""
     failure: BaseException | None = None
     """Set when the files will never be whole."""
 
@@ -55,6 +59,10 @@ class BackgroundSave:
         """
         if not self.outcome.done():
             self._ask_backends(wait=True)
+        while not self.outcome.done():
+            wait([self.outcome], PROGRESS_S)
+            if self.is_copying:  # the file systems of fsspec have time limits of their own
+                progress("wait for the copy of a checkpoint")
         return self.outcome.result()
 
     def leave(self, error: BaseException) -> None:
@@ -80,6 +88,7 @@ class BackgroundSave:
                     if self.failure is not None:
                         raise self.failure
                     time.sleep(POLL_S)
+            self.is_copying = True
             self.outcome.set_result(self.copy())
         except BaseException as error:  # raised again in the driver's own thread
             self.outcome.set_exception(error)

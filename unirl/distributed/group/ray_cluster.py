@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -114,6 +115,23 @@ def start(num_cpus: int) -> None:
     threading.Thread(target=end_without, args=(gcs.process.pid,), name="watch-gcs", daemon=True).start()
 
 
+def lost_raylet() -> str:
+    """How the workers died, if the node process of the cluster that `start` started has ended. Empty otherwise.
+
+    Ray itself says only that the owner of the workers has died.
+    """
+    from ray._private import worker
+
+    node = worker._global_node
+    raylets = node.all_processes.get("raylet", ()) if node is not None else ()
+    dead = [info.process for info in raylets if info.process.poll() is not None]
+    return "".join(
+        f"Ray's node process (raylet, process {process.pid}) has ended with status {process.returncode}, and the "
+        "workers of this machine with it. Look whether the machine ran out of memory (dmesg)"
+        for process in dead
+    )
+
+
 def end_without(gcs: int) -> None:
     """Wait for the end of Ray's control process. If it was not we who ended it, end this process with status 10.
 
@@ -148,9 +166,12 @@ def shut_down() -> None:
     if node is not None:
         kill = node.kill_all_processes
         node.kill_all_processes = lambda **options: kill(**{**options, "allow_graceful": False})
+    session = None if node is None else Path(node.get_session_dir_path())
     ray.shutdown()
     while _reapers:
         _reapers.pop().communicate()
+    if session is not None:
+        shutil.rmtree(session, ignore_errors=True)  # logs and sockets of the cluster, which nobody reads any more
 
 
 def descendants(roots: Collection[int]) -> list[int]:

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 from unirl.config.device_sets import DeviceSet
 from unirl.config.errors import IncompatibleError
 from unirl.distributed.group.base import Pool, num_bytes
+from unirl.distributed.group.deadlines import LearnedDeadlines
 from unirl.distributed.group.dispatch import Call, SplitCall, split_call
 from unirl.distributed.group.failures import ThreadStacks, WorkerFailure, first_cause, stall
 from unirl.distributed.group.handle import Group, PendingCall, Remote
 from unirl.distributed.group.lockstep import check_same_kind
-from unirl.distributed.group.ray_cluster import connect, reserve, shut_down
+from unirl.distributed.group.ray_cluster import connect, lost_raylet, reserve, shut_down
 from unirl.distributed.group.ray_worker import ANSWER_S, WorkerLocation, WorkerRef, how_it_died
 from unirl.distributed.group.rendezvous import MARGIN_S, Rendezvous, named_rendezvous
 from unirl.distributed.tensor.row_store import RowTransportName
@@ -125,6 +126,7 @@ class RayPool(Pool[RayGroup]):
         self.owns_ray = connect(num_devices)
         self.preload = preload
         self.is_closed = False
+        self.learned = LearnedDeadlines()
         self.awaited: WorkerRef | None = None
         """The first worker of the call that the driver waits for."""
         self.worker_refs: dict[WorkerLocation, WorkerRef] = {}
@@ -216,7 +218,8 @@ class RayPool(Pool[RayGroup]):
         """The results of calls, in order. Raises the first cause when a call fails or any worker of the pool dies.
 
         The deadline is for the time without progress of each rank that has not returned. The workers are asked for it
-        only when so much time has passed.
+        only when so much time has passed. A worker whose process does not even answer is frozen; it is found earlier,
+        after ten times the median duration of the same call (`LearnedDeadlines`).
 
         Workers that do not return after a failure are killed: they may wait for a rank that never comes. Errors name
         the phase that the driver is in.
@@ -227,7 +230,8 @@ class RayPool(Pool[RayGroup]):
         results: dict[ObjectRef, object] = {}
         failures: list[WorkerFailure] = []
         begin = time.monotonic()
-        end = begin + deadline_s
+        frozen_s = min(deadline_s, self.learned.limit_s(what))
+        end = begin + frozen_s
         stuck: list[str] = []
         self.awaited = next(iter(calls.values()), None)
         self.heartbeat.begin(what)
@@ -238,11 +242,13 @@ class RayPool(Pool[RayGroup]):
             if not done:
                 if failures:
                     break
-                silent = self._silence(calls, waiting, time.monotonic() - begin)
-                stuck = [rank for rank, seconds in silent.items() if seconds >= deadline_s]
+                silent, frozen = self._silence(calls, waiting, time.monotonic() - begin)
+                left = {rank: (frozen_s if rank in frozen else deadline_s) - silent[rank] for rank in silent}
+                stuck = [rank for rank, seconds in left.items() if seconds <= 0]
                 if stuck:
+                    deadline_s = frozen_s if frozen.issuperset(stuck) else deadline_s
                     break
-                end = time.monotonic() + max(deadline_s - max(silent.values()), MIN_WAIT_S)
+                end = time.monotonic() + max(min(*left.values(), frozen_s), MIN_WAIT_S)
                 continue
             ref = done[0]
             outcome = self._outcome(what, ref, lives.get(ref) or calls[ref])
@@ -258,6 +264,7 @@ class RayPool(Pool[RayGroup]):
             raise first_cause(failures).exception()
         if missing:
             raise stall(what, deadline_s, self._stacks(), self.stack_dir, stuck)
+        self.learned.note(what, time.monotonic() - begin)
         return [results[ref] for ref in calls]
 
     def _outcome(self, what: str, ref: ObjectRef, worker: WorkerRef) -> object:
@@ -267,7 +274,7 @@ class RayPool(Pool[RayGroup]):
         try:
             return ray.get(ref)
         except ray.exceptions.RayActorError as error:
-            how = worker.how_it_died(error)
+            how = lost_raylet() or worker.how_it_died(error)
             self._forget([worker])
             return WorkerFailure(what=what, worker=str(worker), message=how, is_death=True)
         except ray.exceptions.RayError as error:  # arguments or result could not be sent
@@ -275,8 +282,12 @@ class RayPool(Pool[RayGroup]):
 
     def _silence(
         self, calls: Mapping[ObjectRef, WorkerRef], waiting: Sequence[ObjectRef], asked_s: float
-    ) -> dict[str, float]:
-        """Seconds without progress of each rank that is waited for, at most `asked_s`, the time since the call."""
+    ) -> tuple[dict[str, float], set[str]]:
+        """Seconds without progress of each rank that is waited for, and the ranks that do not answer.
+
+        Args:
+            asked_s: the time since the call, which is the most that a rank can have been silent.
+        """
         import ray
 
         names = {ref: f"rank {rank}, {worker}" for rank, (ref, worker) in enumerate(calls.items()) if ref in waiting}
@@ -286,7 +297,7 @@ class RayPool(Pool[RayGroup]):
         for ref in answered:
             with suppress(ray.exceptions.RayError):  # it is gone, as `ray.wait` will say
                 silent[asked[ref]] = min(ray.get(ref), asked_s)
-        return silent
+        return silent, {name for ref, name in asked.items() if ref not in answered}
 
     def _stacks(self) -> dict[str, ThreadStacks]:
         """The stacks of every worker, by its name in messages."""

@@ -1,14 +1,19 @@
 """Downloads files by http, https, s3 and gs, within bounds of size and time, and caches them in memory.
 
-URLs come from the user's own data file, so any is allowed, including those of this machine and its network.
+URLs come from the user's own data file, so those of this machine and its network are allowed. Servers are trusted less:
+a redirect to another host must lead to a public address. Link-local addresses, where clouds give credentials to their
+machines, are never asked.
 """
 
 from __future__ import annotations
 
+import ipaddress
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from unirl.config.dependencies import need
 from unirl.config.errors import DataError, UnreadableFileError
@@ -20,6 +25,7 @@ BLOCK_BYTES = MIB // 4
 """Bytes that are read at once from an object store."""
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
 """The package with which fsspec reads a scheme."""
+MAX_REDIRECTS = 5
 BUSY = (408, 425, 429, 500, 502, 503, 504)
 """HTTP statuses after which a retry may succeed."""
 
@@ -94,18 +100,52 @@ def _over_http(uri: str, limits: FetchLimits) -> bytes:
 
     deadline = time.monotonic() + limits.timeout_s
     headers = {"Accept": "image/*", "Accept-Encoding": "identity"}
+    url = uri
     try:
-        with httpx2.stream("GET", uri, headers=headers, timeout=limits.timeout_s, follow_redirects=True) as answer:
-            _check_answer(uri, answer.status_code, answer.headers.get("content-type", ""))
-            length = answer.headers.get("content-length", "")
-            _check_size(uri, int(length) if length.isdecimal() else None, limits)
-            return _collected(uri, answer.iter_bytes(), deadline, limits)
+        with httpx2.Client(headers=headers, timeout=limits.timeout_s) as client:
+            for _ in range(MAX_REDIRECTS + 1):
+                _check_host(uri, url)
+                with client.stream("GET", url) as answer:
+                    if answer.next_request is not None:
+                        url = str(answer.next_request.url)
+                        continue
+                    _check_answer(uri, answer.status_code, answer.headers.get("content-type", ""))
+                    length = answer.headers.get("content-length", "")
+                    _check_size(uri, int(length) if length.isdecimal() else None, limits)
+                    return _collected(uri, answer.iter_bytes(), deadline, limits)
+        raise refusal(uri, f"it leads to more than {MAX_REDIRECTS} redirects. Correct the uri")
     except httpx2.TimeoutException as error:
         raise _RetryableError(_silence(limits)) from error
-    except (httpx2.UnsupportedProtocol, httpx2.TooManyRedirects, httpx2.DecodingError, httpx2.InvalidURL) as error:
+    except (httpx2.UnsupportedProtocol, httpx2.DecodingError, httpx2.InvalidURL) as error:
         raise refusal(uri, f"{error}. Correct the uri") from error
     except httpx2.TransportError as error:
         raise _RetryableError(str(error) or type(error).__name__) from error
+
+
+def _check_host(uri: str, url: str) -> None:
+    """Raises UnreadableFileError for a URL that may not be asked: `uri`, or the `url` to which its server redirects."""
+    first, host = urlsplit(uri).hostname, urlsplit(url).hostname or ""
+    addresses = _addresses_of(host)
+    if any(address.is_link_local for address in addresses):
+        raise refusal(uri, f"{host} has a link-local address, which is never asked. Fetch the file and give its path")
+    if host != first and not all(address.is_global for address in addresses):
+        raise refusal(
+            uri,
+            f"it redirects to {host}, which is an address of this machine or its network. Fetch the file and give "
+            "its path, or write the address to which it redirects",
+        )
+
+
+def _addresses_of(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """The addresses of a host; none if its name is not known here. The connection reports that, or a proxy knows it."""
+    try:
+        infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    found = [ipaddress.ip_address(info[4][0]) for info in infos]
+    return [
+        address.ipv4_mapped or address if isinstance(address, ipaddress.IPv6Address) else address for address in found
+    ]
 
 
 def _check_answer(uri: str, status: int, content_type: str) -> None:

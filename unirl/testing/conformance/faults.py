@@ -21,9 +21,11 @@ TOKENS: Mapping[str, str] = {
     "swap-rows": "exchanges the tokens of responses to two prompts",
     "nan-logp": "reports no finite log-prob for the first token of a response",
     "fewer-tokens": "leaves out the last token of a response",
+    "version-skew": "samples the last token of a response from weights of another name",
+}
+IMAGES: Mapping[str, str] = {
     "other-image-size": "scales the images of prompts to another size",
     "other-colours": "reads the colours of the images of prompts in another order",
-    "version-skew": "samples the last token of a response from weights of another name",
 }
 OPENAI: Mapping[str, str] = {
     "text-only": "answers with texts, without token ids",
@@ -43,7 +45,7 @@ LATENTS: Mapping[str, str] = {
     "version-skew": "has other weights from the fifth sample on, as if another program had sent them",
 }
 FAULTS: Mapping[str, Mapping[str, str]] = {
-    "sglang_llm": {**COMMON, **TOKENS},
+    "sglang_llm": {**COMMON, **TOKENS, **IMAGES},
     "openai": {**COMMON, **TOKENS, **OPENAI},
     "sglang": {**COMMON, **LATENTS},
     "vllm_omni": {**COMMON, **LATENTS},

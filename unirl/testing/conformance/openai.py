@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from unirl.models.language.bundle import LanguageBundle
+from unirl.models.language.pipeline import TextPipeline
 from unirl.models.language.policy import tempered
 from unirl.models.language.sampling import top_k_tokens, top_p_weights
 from unirl.rollout.engine.vllm_omni.program.listener import WireServer
@@ -117,7 +117,8 @@ class FakeOpenAI:
         )
         ends = (*self.model.bundle.codec.ends, *body.get("stop_token_ids", ()))
         seed = None if self.fault == "ignore-seeds" else body.get("seed")
-        return DecodedRow(uuid.uuid4().hex, prompt, params, ends, seed)
+        conditions = self.model.pipeline.from_plain(prompt, ())
+        return DecodedRow(uuid.uuid4().hex, prompt, conditions, params, ends, seed)
 
     def _answer(self, row: DecodedRow, body: Body) -> Body:
         """The JSON of one response, with the fields of the real server."""
@@ -239,6 +240,6 @@ def fake_openai(model: ServedModel, port: int, words: Sequence[str], fault: str 
         words: arguments of `vllm serve`.
         fault: a name of `FAULTS`.
     """
-    bundle = model.load().bundle
-    assert isinstance(bundle, LanguageBundle), f"{model.bundle} is no language model"
-    return json_server(port, FakeOpenAI(TokenModel(bundle), model.path, parsed(words), fault).routes())
+    pipeline = model.load()
+    assert isinstance(pipeline, TextPipeline), f"{model.pipeline} is no language model"
+    return json_server(port, FakeOpenAI(TokenModel(pipeline), model.path, parsed(words), fault).routes())

@@ -326,10 +326,13 @@ class FakeSGLang:
         if config["r"] > self.arguments.max_lora_rank:
             return self._adapters(False, f"rank {config['r']} is larger than --max-lora-rank")
         tensors = tensors_in(body["serialized_named_tensors"][0])
+        first = next(iter(self.model.adapters.values()), None)
         with self.scheduler.between_requests():
             while len(self.loaded) >= self.arguments.max_loaded_loras:
                 del self.loaded[next(iter(self.loaded))]
             self.model.load_adapter(name, tensors, config["r"], config["lora_alpha"])
+            if self.fault == "stale-weights" and first is not None:
+                self.model.adapters[name] = first
             self.loaded[name] = "__tensor__"
         return self._adapters(True)
 

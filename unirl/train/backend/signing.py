@@ -13,6 +13,7 @@ import stat
 from pathlib import Path
 
 from unirl.config.errors import InvalidValueError
+from unirl.types.secrets import conceal
 
 SIGNATURE = "MANIFEST.hmac"
 FROM_ENVIRONMENT = "env:"
@@ -54,6 +55,7 @@ def read_key(source: str, setting: str) -> bytes:
             )
     if len(key) < SHORTEST:
         raise InvalidValueError(f"{setting}={source}: the key has {len(key)} bytes, and needs {SHORTEST}. {make}")
+    conceal(key.decode("utf-8", "replace"))
     return key
 
 

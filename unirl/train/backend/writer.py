@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as futures_wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,9 +21,12 @@ from torch import Tensor
 
 from unirl.train.backend.manifest import FileEntry, record_written
 from unirl.types.device import CPU
+from unirl.types.progress import progress
 
 CHUNK = 8 * 2**20
 """Bytes that are hashed and written at a time."""
+PROGRESS_S = 1.0
+"""Seconds between two reports of progress while a call waits for a write."""
 DTYPES = {
     torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16",
     torch.float16: "F16", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -52,6 +56,8 @@ class FileWriter:
         self.buffers: dict[str, Tensor] = {}
         """The copies of the last write in the background, by the name of the file."""
         self.pending: Future[None] | None = None
+        self.num_chunks = 0
+        """Chunks written in the background. A call that waits for them has made progress if they have become more."""
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
 
     def write(self, directory: Path, files: Mapping[str, Pieces]) -> None:
@@ -80,14 +86,22 @@ class FileWriter:
 
     def finish(self, wait: bool) -> None:
         """Raise the exception of the write under way if it failed, after its end if `wait`."""
-        if self.pending is not None and (wait or self.pending.done()):
+        while wait and self.pending is not None and not self.pending.done():
+            before = self.num_chunks
+            futures_wait([self.pending], PROGRESS_S)
+            if self.num_chunks > before:
+                progress("chunk of a checkpoint written")
+        if self.pending is not None and self.pending.done():
             pending, self.pending = self.pending, None
             pending.result()
 
     def _write_all(self, directory: Path, headers: Mapping[str, bytes]) -> None:
         for name, header in headers.items():
-            entry = write_hashed(directory / name, header, self.buffers[name])
+            entry = write_hashed(directory / name, header, self.buffers[name], self._count)
             record_written(directory / name, entry)
+
+    def _count(self) -> None:
+        self.num_chunks += 1
 
 
 def layout_of(pieces: Pieces) -> tuple[bytes, int]:
@@ -123,8 +137,12 @@ def filled(buffer: Tensor, pieces: Pieces) -> Tensor:
     return buffer
 
 
-def write_hashed(path: Path, header: bytes, data: Tensor) -> FileEntry:
-    """Write and flush a file, and return its size and hash. Nothing is read back."""
+def write_hashed(path: Path, header: bytes, data: Tensor, count: Callable[[], None]) -> FileEntry:
+    """Write and flush a file, and return its size and hash. Nothing is read back.
+
+    Args:
+        count: called after each chunk.
+    """
     digest = hashlib.sha256(header)
     view = data.numpy().data
     with open(path, "wb") as file:
@@ -132,6 +150,7 @@ def write_hashed(path: Path, header: bytes, data: Tensor) -> FileEntry:
         for start in range(0, len(view), CHUNK):
             digest.update(view[start : start + CHUNK])
             file.write(view[start : start + CHUNK])
+            count()
         file.flush()
         os.fsync(file.fileno())
     return FileEntry(path.name, len(header) + len(view), digest.hexdigest())

@@ -32,9 +32,12 @@ def tempered(logits: Tensor) -> Tensor:
 
 
 def processed(logits: Tensor) -> Tensor:
-    """Log-probs at the temperature of the draws, of the tokens that top_k leaves."""
-    kept = (logits / TEMPERATURE).topk(min(TOP_K, logits.shape[-1]))
-    return torch.full_like(logits, -torch.inf).scatter(-1, kept.indices, kept.values.log_softmax(-1))
+    """Log-probs at the temperature of the draws, of the tokens that top_k leaves.
+
+    Which of two almost equal tokens are left depends on rounding, so all tokens have a value here.
+    """
+    scaled = logits / TEMPERATURE
+    return scaled - scaled.topk(min(TOP_K, logits.shape[-1]), dim=-1).values.logsumexp(-1, keepdim=True)
 
 
 KINDS: Mapping[LogProbKind, Callable[[Tensor], Tensor]] = {

@@ -38,7 +38,7 @@ class ModelList(msgspec.Struct):
     data: list[ServedModelCard]
 
 
-class ScoredToken(msgspec.Struct):
+class TokenScore(msgspec.Struct):
     """A token with its log-prob. One without a finite log-prob has null."""
 
     id: int
@@ -49,10 +49,10 @@ class LogProbs(msgspec.Struct):
     """The log-probs of a response: two forms, of which a server uses one."""
 
     token_logprobs: list[float | None] | None = None
-    content: list[ScoredToken] | None = None
+    content: list[TokenScore] | None = None
 
 
-class Choice(msgspec.Struct):
+class ScoredChoice(msgspec.Struct):
     """One response. The fields with a default are extensions of the OpenAI interface."""
 
     finish_reason: str | None
@@ -75,11 +75,11 @@ class Metadata(msgspec.Struct):
     weight_version: str | None = None
 
 
-class Completion(msgspec.Struct):
+class ScoredCompletion(msgspec.Struct):
     """The answer of /v1/completions."""
 
     model: str
-    choices: list[Choice]
+    choices: list[ScoredChoice]
     usage: Usage
     metadata: Metadata | None = None
 
@@ -90,13 +90,13 @@ class WeightInfo(msgspec.Struct):
     weight_version: str
 
 
-class Checksums(msgspec.Struct):
+class WeightDigests(msgspec.Struct):
     """The answer of /weight_checker: SHA-256 of every tensor, by `RANK:NAME`."""
 
     checksums: dict[str, str]
 
 
-def tokens_of(choice: Choice) -> list[int] | None:
+def tokens_of(choice: ScoredChoice) -> list[int] | None:
     """The tokens of a response. None if the server gives their texts alone."""
     if choice.token_ids is not None:
         return choice.token_ids
@@ -104,7 +104,7 @@ def tokens_of(choice: Choice) -> list[int] | None:
     return None if scored is None else [each.id for each in scored]
 
 
-def logps_of(choice: Choice) -> list[float] | None:
+def logps_of(choice: ScoredChoice) -> list[float] | None:
     """The log-prob of each token, nats; NaN for one that is not finite. None if the server gives none."""
     given = choice.logprobs
     if given is None or (given.token_logprobs is None and given.content is None):

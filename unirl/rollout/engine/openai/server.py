@@ -20,7 +20,7 @@ from unirl.config.errors import EngineError, IncompatibleError, SyncError, did_y
 from unirl.config.http import RequestFailed
 from unirl.distributed.weight_sync.base import WeightLayout
 from unirl.distributed.weight_sync.fingerprint import Fingerprint, PendingFingerprints
-from unirl.models.language.pipeline import TextPipeline
+from unirl.models.language.pipeline import PlainPrompt, TextPipeline
 from unirl.rollout.engine.openai import messages
 from unirl.rollout.engine.openai.densities import TEMPERATURE, TOP_K, LogProbKind, checked_gaps
 from unirl.rollout.engine.serving.fake import fake_command
@@ -225,17 +225,19 @@ class OpenAIServer(HttpServer, TokenServer):
     # Responses
 
     def complete(self, request: TokenRequest, params: ARSamplingParams) -> TokenAnswer:
-        completion = self._completed(request.id, request.prompt, params, request.seed)
+        completion = self._completed(request.id, request.prompt.tokens, params, request.seed)
         [choice] = completion.choices
         label = self._label(request.id, completion)
         weights = self.weights_name if label == self.label else str(label)
-        return TokenAnswer(messages.tokens_of(choice) or [], messages.logps_of(choice), weights)
+        return TokenAnswer(messages.tokens_of(choice) or [], messages.logps_of(choice), [weights])
 
-    def _completed(self, id: str, prompt: Sequence[int], params: ARSamplingParams, seed: int) -> messages.Completion:
+    def _completed(
+        self, id: str, prompt: Sequence[int], params: ARSamplingParams, seed: int
+    ) -> messages.ScoredCompletion:
         """The checked answer to one request, in one attempt. See `TokenServer.complete`."""
         ends = self.pipeline.bundle.codec.ends
         body = messages.completion(self.model, prompt, params, ends, seed)
-        completion = self.read(self.post("/v1/completions", body), messages.Completion)
+        completion = self.read(self.post("/v1/completions", body), messages.ScoredCompletion)
         name = f"{self.name}: its answer to {id}"
         if len(completion.choices) != 1:
             raise EngineError(f"{name} has {len(completion.choices)} responses, and one was asked for")
@@ -257,7 +259,7 @@ class OpenAIServer(HttpServer, TokenServer):
             )
         return completion
 
-    def _label(self, id: str, completion: messages.Completion) -> str | None:
+    def _label(self, id: str, completion: messages.ScoredCompletion) -> str | None:
         """The name of the weights of an answer. None: the server has no names. Raises SyncError for several names.
 
         vLLM before 0.33 does not write it into answers, so it is asked for the present name.
@@ -326,7 +328,7 @@ class OpenAIServer(HttpServer, TokenServer):
 
     def _checksums(self) -> list[Mapping[str, str]]:
         """The beginning of the SHA-256 of every tensor, for each rank."""
-        reply = self.read(self.insist_on("/weight_checker", {"action": "checksum"}), messages.Checksums)
+        reply = self.read(self.insist_on("/weight_checker", {"action": "checksum"}), messages.WeightDigests)
         ranks: dict[str, dict[str, str]] = {}
         for key, digest in reply.checksums.items():
             rank, _, name = key.rpartition(":")
@@ -336,19 +338,20 @@ class OpenAIServer(HttpServer, TokenServer):
 
     # Checks of what it computes
 
-    def probe(self, prompts: Sequence[Sequence[int]], logits: Tensor) -> ProbeResult:
+    def probe(self, prompts: Sequence[PlainPrompt], logits: Tensor) -> ProbeResult:
         """Compares log-probs of drawn tokens, recognises their distribution, and at first checks seeds."""
         if self.settings.deterministic and not self.has_checked_seeds:
-            self._check_seeds(prompts[0])
+            self._check_seeds(prompts[0].tokens)
             self.has_checked_seeds = True
         gaps = []
         for prompt, row in zip(prompts, logits.double(), strict=True):
-            drawn = self._drawn(prompt, ARSamplingParams(max_new_tokens=1))
+            drawn = self._drawn(prompt.tokens, ARSamplingParams(max_new_tokens=1))
             tokens = torch.tensor([token for token, _ in drawn])
             theirs = torch.tensor([logp for _, logp in drawn], dtype=torch.float64)
             gaps.append(theirs - row.log_softmax(0)[tokens])
         truncated = ARSamplingParams(max_new_tokens=1, temperature=TEMPERATURE, top_k=TOP_K)
-        gaps.append(checked_gaps(self.name, self.settings.logprobs, logits[0], self._drawn(prompts[0], truncated)))
+        drawn = self._drawn(prompts[0].tokens, truncated)
+        gaps.append(checked_gaps(self.name, self.settings.logprobs, logits[0], drawn))
         gap, scale = torch.cat(gaps), float(logits.double().square().mean().sqrt())
         return ProbeResult(float(gap.abs().max()), float(gap.square().mean().sqrt()) / scale)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from unirl.config.errors import UnreadableFileError
 from unirl.models.denoising.pipeline import LatentPipeline
-from unirl.models.images import fit_image, open_image
+from unirl.models.images import decode_file, fit_image, read_file
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
 from unirl.types.primitives import Images, MediaRef, MediaRefs
 from unirl.types.protocols import Capabilities, WeightSource
@@ -73,12 +73,10 @@ def read_image(path: str, height: int, width: int) -> Tensor:
     Raises:
         DataError: 4003 when the file is not an image, is truncated or transparent, or would have to be enlarged.
     """
-    image = open_image(path)
+    image = decode_file(read_file(path), opaque=True).image
     if image.height < height or image.width < width:
         raise UnreadableFileError(
             f"{path} has {image.width} x {image.height} pixels, and sampling.width x height = {width} x {height} "
             "would enlarge it. Lower sampling.height and sampling.width, or use larger images"
         )
-    if image.has_transparency_data and image.convert("RGBA").getchannel("A").getextrema() != (255, 255):
-        raise UnreadableFileError(f"{path} has transparent parts, and their background is unknown; save it as opaque")
     return fit_image(image, height, width)

@@ -28,7 +28,7 @@ from unirl.models.base import Pipeline
 from unirl.models.loading.lora import adapter_names, inject_lora
 from unirl.rollout.engine.base import DedicatedEngine, EngineUse
 from unirl.rollout.engine.serving.http_server import HttpServer, check_arguments
-from unirl.rollout.engine.serving.in_flight import Gate, Interrupted
+from unirl.rollout.engine.serving.in_flight import Gate, InterruptedByTransfer
 from unirl.rollout.engine.serving.server import Server
 from unirl.rollout.engine.serving.settings import ServerSettings, check_values
 from unirl.sde.noise import NoiseSource, key_seed
@@ -194,7 +194,7 @@ class ServingEngine(DedicatedEngine, ServerSettings):
                 return attempt(), before
 
         while True:
-            with suppress(Interrupted):
+            with suppress(InterruptedByTransfer):
                 answer, before = self.server.insist(f"for {id}", once)
                 names = list(self.versions)
                 return answer, names[names.index(before) :]

@@ -24,7 +24,7 @@ WAIT_S = 1800.0
 """Seconds that requests wait for a transfer, or a transfer for requests."""
 
 
-class Interrupted(Exception):
+class InterruptedByTransfer(Exception):
     """A transfer of weights broke off an attempt. The request is asked again after it."""
 
 
@@ -41,7 +41,7 @@ class Gate:
         """Context of one attempt. It begins when no transfer is under way.
 
         Raises:
-            Interrupted: the attempt failed, and a transfer is under way.
+            InterruptedByTransfer: the attempt failed, and a transfer is under way.
         """
         with self.changed:
             if not self.changed.wait_for(lambda: not self.is_closed, WAIT_S):
@@ -51,7 +51,7 @@ class Gate:
             yield
         except RequestFailed as error:
             if self.is_closed:
-                raise Interrupted from error
+                raise InterruptedByTransfer from error
             raise
         finally:
             with self.changed:

@@ -53,7 +53,10 @@ class ServedFamily(LatentFamily):
         return latents if self.token_side is None else unpacked(latents, shape, self.token_side).contiguous()
 
     def joined(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Tensors by the names of the server, and those that wait for the other parts of a fused layer."""
+        """Tensors by the names of the server, and those that wait for the other parts of a fused layer.
+
+        Joined tensors are in main memory, since their parts may be on different devices.
+        """
         whole, waiting = {}, dict(tensors)
         for name in tensors:
             layer, _, leaf = name.rpartition(".")
@@ -65,7 +68,7 @@ class ServedFamily(LatentFamily):
             own, parts = group
             names = [f"{head}.{part}.{leaf}" for part in parts]
             if last == parts[-1] and all(each in tensors for each in names):
-                whole[f"{head}.{own}.{leaf}"] = torch.cat([waiting.pop(each) for each in names])
+                whole[f"{head}.{own}.{leaf}"] = torch.cat([waiting.pop(each).cpu() for each in names])
         return whole, waiting
 
 

@@ -60,8 +60,8 @@ class SGLangDiffusionSettings(InstalledServerSettings):
     """The word dynamic adds adapters in every forward, in their own dtype. The word merge adds them to the weights,
     which is faster and rounds small updates away in bfloat16; auto lets SGLang choose."""
     transport: ServerTransport = "http"
-    """The way of weights from the engine to its server. http: in requests. ipc: a file in the main memory of the machine,
-    which both must share. Adapters travel in requests."""
+    """The way of weights from the engine to its server. http: in requests. ipc: a file in the main memory of the
+    machine, which both must share. Adapters travel in requests."""
     verify_weights: bool = True
     """Compare a checksum of the server's weights after every rollout, since its answers do not name the weights. It
     reads all weights of the trained module."""
@@ -227,14 +227,15 @@ class SGLangDiffusionServer(LatentServer):
         if self._sends_adapter:
             self.hashes |= {name: messages.tensor_hash(tensor) for name, tensor in named.items()}
             self.adapter_tensors |= messages.copied(named)
-        elif self.file is not None:
+            return
+        whole, waiting = self.family.joined({**self.parts, **named})
+        self.hashes |= {name: messages.tensor_hash(tensor) for name, tensor in whole.items()}
+        self.parts = messages.copied(waiting)
+        if self.file is None:
+            self._change("/update_weights_from_tensor", messages.weights_from_tensors(named))
+        else:
             self.file.write(named)
             self._change("/update_weights_from_disk", messages.weights_from_folder(self.file.folder))
-        else:
-            whole, waiting = self.family.joined(self.parts | named)
-            self.hashes |= {name: messages.tensor_hash(tensor) for name, tensor in whole.items()}
-            self.parts = messages.copied(waiting)
-            self._change("/update_weights_from_tensor", messages.weights_from_tensors(named))
 
     def end_weights(self) -> None:
         if self._sends_adapter:

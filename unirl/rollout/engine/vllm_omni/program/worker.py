@@ -100,8 +100,8 @@ def networks_of(pipeline: Any) -> dict[str, nn.Module]:
 class Recorder:
     """Wraps `pipeline.forward`: every batch is sampled by the steps of its requests, and recorded."""
 
-    def __init__(self, pipeline: nn.Module, networks: Iterable[nn.Module]) -> None:
-        self.pipeline: Any = pipeline
+    def __init__(self, pipeline: Any, networks: Iterable[nn.Module]) -> None:
+        self.pipeline = pipeline
         self.plain = pipeline.forward
         self.plain_guidance = pipeline.predict_noise_maybe_with_cfg
         self.weights: str | None = ""

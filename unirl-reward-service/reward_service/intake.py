@@ -17,8 +17,8 @@ from reward_service.fairness import FairSlots
 from reward_service.scoring import ReceivedSample, RequestRefused, digest_of
 from unirl.reward.client.wire import JSON, NO_METADATA, ReceivedRequest, decode, read_metadata
 
-INLINE_BYTES = 2**14
-"""A body of at most this size is parsed at once, in about a millisecond. A larger one is parsed in a thread."""
+INLINE_BYTES = 2**18
+"""A body of at most this size is parsed at once, in at most some 50 ms. A larger one is parsed in a thread."""
 PIECE_BYTES = 2**20
 """A gzip body is unpacked, and charged, in pieces of at most this size."""
 UNPACKERS, PARSERS = 2, 1

@@ -52,6 +52,12 @@ def weights_of(folder: Path) -> bytes:
     return (folder / "checkpoints/checkpoint-000002/policy/weights.safetensors").read_bytes()
 
 
+@pytest.fixture
+def allowed(monkeypatch):
+    """Code of the tests is allowed by the user of a finished run."""
+    monkeypatch.setenv("UNIRL_PLUGINS", "tests")
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("finished") / "run"
@@ -188,14 +194,14 @@ def test_two_workers_say_the_same_and_learn_the_same_to_rounding(finished, tmp_p
 # The commands
 
 
-def test_eval_of_a_checkpoint_gives_the_scores_of_its_run(finished, tmp_path, capsys) -> None:
+def test_eval_of_a_checkpoint_gives_the_scores_of_its_run(finished, allowed, tmp_path, capsys) -> None:
     assert main(["eval", str(finished), "--json", "--out", str(tmp_path)]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result.items() >= scores_of(finished, 2)["metrics"].items()
     assert (tmp_path / "eval/step-000002/samples.md").is_file()
 
 
-def test_sample_says_the_responses_and_keeps_them(finished, tmp_path, capsys) -> None:
+def test_sample_says_the_responses_and_keeps_them(finished, allowed, tmp_path, capsys) -> None:
     words = ["-p", "What is 1 + 1?", "-p", "# hello", "--count", "2", "--out", str(tmp_path)]
     assert main(["sample", str(finished), *words]) == 0
     rows = [json.loads(line) for line in (tmp_path / "responses.jsonl").read_text().splitlines()]
@@ -207,19 +213,19 @@ def test_sample_says_the_responses_and_keeps_them(finished, tmp_path, capsys) ->
     assert len(shown.splitlines()) == 5
 
 
-def test_export_writes_a_model_that_says_the_same_elsewhere(finished, tmp_path, capsys) -> None:
+def test_export_writes_a_model_that_says_the_same_elsewhere(finished, allowed, tmp_path, capsys) -> None:
     assert main(["export", str(finished), "--out", str(tmp_path)]) == 0
     assert "max difference" in capsys.readouterr().out
     assert list((tmp_path / "full").glob("*.safetensors"))
 
 
-def test_a_format_of_pictures_is_refused_with_those_that_there_are(finished, tmp_path, capsys) -> None:
+def test_a_format_of_pictures_is_refused_with_those_that_there_are(finished, allowed, tmp_path, capsys) -> None:
     assert main(["export", str(finished), "--format", "diffusers-lora", "--out", str(tmp_path)]) == 2
     assert "choose one of peft, full" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_adapters_of_text_are_written_for_peft_and_compared_there(tmp_path, capsys) -> None:
+def test_adapters_of_text_are_written_for_peft_and_compared_there(allowed, tmp_path, capsys) -> None:
     run(tmp_path / "run", "num_rollouts=1", "backend.lora_cfg={rank: 4}")
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr().out

@@ -38,8 +38,8 @@ def trusted(typed: Sequence[str], needed: Sequence[str], where: str) -> tuple[st
         names = ",".join(missing)
         raise UnsafeTargetError(
             f"plugins=[{names}]{where}: the recipe needs code of {names}, and a recipe file cannot allow that itself. "
-            f"If you trust that code, add plugins=[{names}] to the command, set {VARIABLE}={names}, or write the name "
-            f"into {user_file()}"
+            f"If you trust that code, set {VARIABLE}={names}, write the name into {user_file()}, or add "
+            f"plugins=[{names}] to a command that takes settings"
         )
     return allowed
 

@@ -405,6 +405,13 @@ def test_what_servers_cannot_take_over_is_refused_before_they_start(recipe, word
         preflight(load(recipe, ["scale=toy", *words]))
 
 
+def test_memory_is_shared_with_servers_of_this_machine_alone():
+    here = ["rollout=sglang_diffusion", "rollout.transport=ipc", "rollout.model_id=stable-diffusion-3.5-medium"]
+    preflight(load("diffusion/sd3_trainside", [*here, "rollout.url=http://localhost:9"]))
+    with pytest.raises(InvalidValueError, match=r"rollout\.transport=ipc.*http://gpu7:9.*rollout\.transport=http"):
+        preflight(load("diffusion/sd3_trainside", [*here, "rollout.url=http://gpu7:9"]))
+
+
 def test_a_folder_by_whose_name_sglang_knows_no_model_is_refused_before_it_starts(tmp_path):
     use = EngineUse(num_devices=1, adapter_alpha=None, model_path=str(tmp_path), num_weights=2)
     SGLangRolloutEngine.check_use({"url": None, "model_id": "stable-diffusion-3.5-medium"}, use)

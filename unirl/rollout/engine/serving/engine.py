@@ -30,7 +30,7 @@ from unirl.rollout.engine.base import DedicatedEngine, EngineUse
 from unirl.rollout.engine.serving.http_server import HttpServer, check_arguments
 from unirl.rollout.engine.serving.in_flight import Gate, InterruptedByTransfer
 from unirl.rollout.engine.serving.server import Server
-from unirl.rollout.engine.serving.settings import ServerSettings, check_values
+from unirl.rollout.engine.serving.settings import ServerSettings, check_transport, check_values
 from unirl.sde.noise import NoiseSource, key_seed
 from unirl.types.facts import ModelFacts
 from unirl.types.progress import progress
@@ -92,7 +92,8 @@ class ServingEngine(DedicatedEngine, ServerSettings):
 
     @classmethod
     def check_use(cls, settings: Mapping[str, object], use: EngineUse) -> None:
-        """Raises IncompatibleError, naming the key, for a recipe whose weights or devices its servers cannot serve."""
+        """Raises a ConfigError, naming the key, for a recipe whose weights or devices its servers cannot serve."""
+        check_transport(settings)
         if settings["url"] is not None and use.num_devices > 1:
             raise IncompatibleError(
                 f"rollout.url={settings['url']} is one server, and {use.num_devices} devices are to sample: each "

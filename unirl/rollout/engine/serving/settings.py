@@ -14,6 +14,8 @@ from unirl.rollout.engine.serving.in_flight import InFlight
 
 ServerTransport = Literal["http", "ipc"]
 """The ways of weights from an engine to its server: in requests, or through memory that both share."""
+OWN_HOSTS = ("127.0.0.1", "localhost", "::1")
+"""Names by which a server on this machine is reached."""
 FAKE = "fake"
 """The program of UniRL that speaks the protocol of a server."""
 TOY: Mapping[str, object] = {"program": FAKE, "url": None, "python_executable": None, "engine_args": {}}
@@ -106,6 +108,16 @@ def check_values(settings: Mapping[str, object]) -> None:
                 f"rollout.url={value} is no address of a server. Write it as http://HOST:PORT, such as "
                 "http://127.0.0.1:30000, or leave it out, and the engine starts a server"
             )
+
+
+def check_transport(settings: Mapping[str, object]) -> None:
+    """Raises InvalidValueError for a server that may not share the memory that `rollout.transport=ipc` needs."""
+    url = settings["url"]
+    if settings.get("transport") == "ipc" and url is not None and urlsplit(str(url)).hostname not in OWN_HOSTS:
+        raise InvalidValueError(
+            f"rollout.transport=ipc: the server at rollout.url={url} must share the memory of this machine. If it runs "
+            "here, write http://127.0.0.1:PORT as its address; otherwise set rollout.transport=http"
+        )
 
 
 def is_address(url: str) -> bool:

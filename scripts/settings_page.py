@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import yaml
+
 from unirl.config.build import SPECIAL
 from unirl.config.compose import compose
 from unirl.config.key_docs import KeyDoc, keys_of, summary_of
 from unirl.config.merge import leaves
 from unirl.config.node import Node
+from unirl.config.overrides import OPTIONS
 from unirl.config.recipe import POLICIES, EnhancerConfig, RecipeConfig
 from unirl.config.recipe_files import PACKAGE, list_recipes
 from unirl.config.schema import Schema, is_config, schema_of
@@ -29,8 +32,8 @@ OPENING = """\
 
 A recipe writes keys; `unirl train RECIPE key=value` changes them. The first table has the keys at the top level. A key
 of type `block` holds the keys of a class, which `_target_` names. The sections below list the keys of each class by
-block: classes that are defaults, that a shipped recipe names, or that score samples. A class of your own adds its keys
-in the same way ([extending](extending.md)).
+block: classes that are defaults, that a shipped recipe or an option such as `rollout=server` names, or that score
+samples. A class of your own adds its keys in the same way ([extending](extending.md)).
 
 `unirl config show RECIPE --doc` prints the same for one recipe with the values in effect, and
 `unirl config show RECIPE BLOCK --doc` for one of its blocks. `unirl config why KEY RECIPE` prints the source of a
@@ -50,8 +53,10 @@ def classes_by_block() -> dict[str, list[Target]]:
     for key in schema_of(RecipeConfig).keys.values():
         default = [find_target(key.default_target, key.name)] if key.default_target else []
         targets[key.name].update([*default, *_configs(key.annotation)])
-    for recipe in list_recipes((PACKAGE.parent / "examples",)):
-        for path, value in leaves(compose(str(recipe.path)).tree):
+    options = [yaml.safe_load(path.read_text()) for path in sorted(OPTIONS.rglob("*.yaml"))]
+    recipes = [compose(str(recipe.path)).tree for recipe in list_recipes((PACKAGE.parent / "examples",))]
+    for tree in (*options, *recipes):
+        for path, value in leaves(tree):
             if path.endswith(f".{SPECIAL}"):
                 targets[block_of(path)].add(find_target(value, path))
     targets["reward"].update(scorers().values())

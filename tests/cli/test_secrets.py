@@ -94,6 +94,29 @@ def test_words_and_references_stay(text):
     assert redact(text) == text
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["reward.backend.api_key=Hun,ter2Hunter2"],
+        ["reward.backend.api_key Hunter2Hunter2"],
+        ["checkpoint.copy_to=file:///tmp/cp?token=QqWw112233&sig=Hunter2Hunter2"],
+    ],
+)
+def test_a_setting_that_is_written_wrongly_is_refused_without_its_secret(words, capsys):
+    assert main(["check", "diffusion/quickstart", *words]) == 2
+    assert "Hun" not in (said := capsys.readouterr().err) and "ter2" not in said and "QqWw" not in said
+
+
+def test_parameters_of_an_address_are_masked():
+    address = "https://a.blob.core.net/c?sv=2024&sig=Hunter2Hunter2&X-Amz-Signature=abcdef123 and s3://b?token=xyzxyz1"
+    assert redact(address) == "https://a.blob.core.net/c?sv=2024&sig=***&X-Amz-Signature=*** and s3://b?token=***"
+
+
+def test_an_instruction_with_a_placeholder_stays():
+    text = "send the token of the service in the header Authorization: Bearer <token>"
+    assert redact(text) == text
+
+
 def test_a_known_value_is_masked_also_inside_json_and_below_any_key():
     conceal('quo"ted\\value')
     row = {"note": 'x quo"ted\\value y', "deep": [{"a": 'quo"ted\\value'}]}

@@ -73,7 +73,9 @@ class Gate:
         given = headers.get(AUTHORIZATION, b"")
         if self._expected is None or hmac.compare_digest(given, self._expected):
             return None
-        answer = refusal(401, "unauthorized", "send the service's token: Authorization: Bearer <token>")
+        answer = refusal(
+            401, "unauthorized", "send the token of the service in the header Authorization: Bearer <token>"
+        )
         answer.headers["WWW-Authenticate"] = "Bearer"
         return answer
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from unirl.config.errors import ArgumentError, UsageError, did_you_mean
+from unirl.types.secrets import redact_setting
 
 
 class Parser(argparse.ArgumentParser):
@@ -33,10 +34,11 @@ class Parser(argparse.ArgumentParser):
         """The options and positionals of a command. Settings of a recipe are taken out before."""
         parsed, unknown = self.parse_known_args(list(argv))
         if unknown:
+            shown = redact_setting(unknown[0])
             hint = did_you_mean(unknown[0], self.takes_value)
             if not hint and self.epilog == SETTINGS_HELP and not unknown[0].startswith("-"):
-                hint = f" A setting is {unknown[0]}=VALUE."
-            raise ArgumentError(f"{self.prog}: unknown argument '{unknown[0]}'.{hint} See {self.prog} -h")
+                hint = f" A setting is {shown}=VALUE."
+            raise ArgumentError(f"{self.prog}: unknown argument '{shown}'.{hint} See {self.prog} -h")
         return parsed
 
 

@@ -16,6 +16,7 @@ import yaml
 from unirl.config.errors import BlockValueError, ConfigError, InvalidValueError, did_you_mean
 from unirl.config.merge import DELETED, ConfigLayer, Tree, fold, get, join, put
 from unirl.config.recipe import policy_keys
+from unirl.types.secrets import redact_setting
 
 PLAIN = re.compile(r"[\w\-./+:%@*?|]*", re.ASCII)
 """A value that the grammar reads as one word or number."""
@@ -70,24 +71,25 @@ def _read_override(text: str) -> tuple[str, object]:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
+    shown = redact_setting(text)
     if "=" not in text and not text.startswith("~"):
-        raise ConfigError(f"'{text}' is not a setting: write key=value")
+        raise ConfigError(f"'{shown}' is not a setting: write key=value")
     try:
         (override,) = OverridesParser.create().parse_overrides([_quoted(text)])
     except HydraException as error:
         raise InvalidValueError(
-            f"cannot read the setting '{text}'. Text with brackets, commas, quotes or $ goes in quotes within quotes: "
-            "'key=\"some text\"'"
+            f"cannot read the setting '{shown}'. Text with brackets, commas, quotes or $ goes in quotes within "
+            "quotes: 'key=\"some text\"'"
         ) from error
     path = override.key_or_group
     if override.package is not None or "/" in path:
-        raise ConfigError(f"'{text}' selects a config group, which recipes do not have. Set the key: block.key=value")
+        raise ConfigError(f"'{shown}' selects a config group, which recipes do not have. Set the key: block.key=value")
     if not all(path.split(".")):
-        raise ConfigError(f"'{text}': '{path}' is not a key path such as sampling.height")
+        raise ConfigError(f"'{shown}': '{path}' is not a key path such as sampling.height")
     if override.is_delete():
         return path, DELETED
     if override.is_sweep_override():
-        raise InvalidValueError(f"'{text}' gives several values, and a run takes one. Write a list as [1,2]")
+        raise InvalidValueError(f"'{shown}' gives several values, and a run takes one. Write a list as [1,2]")
     return path, _plain(override.value())
 
 

@@ -24,8 +24,13 @@ SHORTEST = 6
 """Letters of the shortest value that is replaced wherever it occurs. A shorter one occurs by chance."""
 SECRET_WORD = r"(?:token|secret|password|passwd|api[_-]?key|access[_-]?key|credentials?|authorization)"
 SECRET_NAME = rf"(?:[\w.-]*[_.-])?{SECRET_WORD}"
-VALUE = r"""(?!\s|null\b|None\b|["']?\$\{)("[^"]*"|'[^']*'|[^\s,}]+)"""
+VALUE = r"""(?!\s|null\b|None\b|["']?\$\{|(?:Bearer )?<\w+>)("[^"]*"|'[^']*'|[^\s,}]+)"""
+"""Not a secret: nothing, a variable, and a placeholder such as <token> in an instruction."""
 ASSIGNMENT = re.compile(rf"""(?im)((?:^|[\s,{{"'+]){SECRET_NAME}["']?\s*[:=][ \t]*){VALUE}""")
+SETTING = re.compile(rf"(?is)^([+~]*{SECRET_NAME}\s*[\s:=]).+")
+"""A word of the command line for a secret key, even one that is written wrongly: all after the key may be secret."""
+QUERY = re.compile(rf"""(?i)([?&](?:{SECRET_NAME}|(?:[\w-]*-)?sig(?:nature)?)=)[^&\s"']+""")
+"""A parameter of an address, such as the signature of a presigned one."""
 USER_INFO = re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://)[^\s/@]+@")
 SCHEME = re.compile(r"(?i)\b(bearer|basic)[ \t]+(?=[\w.~+/=-]*[\d.~+/=_-])[\w.~+/=-]{6,}")
 """The value of an Authorization header. Words of a sentence, such as "basic settings", have no digit or sign."""
@@ -66,8 +71,14 @@ def redact(text: str) -> str:
     text = without_values(text)
     text = SCHEME.sub(rf"\1 {MASK}", text)
     text = USER_INFO.sub(rf"\1{MASK}@", text)
+    text = QUERY.sub(rf"\1{MASK}", text)
     text = ASSIGNMENT.sub(rf"\1{MASK}", text)
     return KEY_SHAPES.sub(MASK, text)
+
+
+def redact_setting(word: str) -> str:
+    """A word of the command line without its secret."""
+    return redact(SETTING.sub(rf"\1{MASK}", word))
 
 
 def redacted(value: object, key: str = "") -> object:

@@ -47,7 +47,7 @@ def fail_with(error: BaseException, argv=(), run_dir=None) -> int:
         (
             OSError(errno.EFBIG, os.strerror(errno.EFBIG)),
             7,
-            "error[7003]: the disk is full (OSError: [Errno 27] File too large)",
+            "error[7003]: a file reached the largest size that this process may write (ulimit -f) (OSError",
         ),
         (MemoryError(), 5, "error[5002]: out of memory"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried"), 5, "error[5002]: out of memory: CUDA"),

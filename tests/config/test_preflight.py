@@ -405,6 +405,19 @@ def test_what_servers_cannot_take_over_is_refused_before_they_start(recipe, word
         preflight(load(recipe, ["scale=toy", *words]))
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["save_interval=2", "checkpoint.keep_every=3"], r"keep_every=3 must be a multiple of save_interval=2"),
+        (["save_interval=0", "checkpoint.keep_every=3"], r"keep_every=3 must be a multiple of save_interval=0"),
+        (["checkpoint.copy_to=/tmp/x"], r"checkpoint\.copy_to=/tmp/x is no URL: write SCHEME://PLACE"),
+    ],
+)
+def test_settings_of_checkpoints_that_cannot_work_are_refused(words, says):
+    with pytest.raises(InvalidValueError, match=says):
+        preflight(load("diffusion/quickstart", words))
+
+
 def test_memory_is_shared_with_servers_of_this_machine_alone():
     here = ["rollout=sglang_diffusion", "rollout.transport=ipc", "rollout.model_id=stable-diffusion-3.5-medium"]
     preflight(load("diffusion/sd3_trainside", [*here, "rollout.url=http://localhost:9"]))

@@ -40,7 +40,8 @@ def test_a_checkpoint_that_was_changed_and_sealed_again_without_the_key_is_passe
     seal(forged, 2)
     assert verify(forged) == []  # the checksums alone cannot tell
     assert verify(forged, key=KEY) == [
-        f"{SIGNATURE} does not fit: the manifest was changed, or signed with another key"
+        f"{SIGNATURE} does not fit: the manifest was changed, or signed with another key. Give the key of the run that "
+        "saved it"
     ]
     point = CheckpointStore(signed, key=KEY).latest_valid()
     assert point.checkpoint is not None and point.checkpoint.step == 1
@@ -91,6 +92,8 @@ def test_the_command_checks_the_signature_and_reads_every_tensor(signed: Path, t
     folder = str(signed / "checkpoint-000002")
     assert main(["ckpt", "verify", folder, "--deep", "--key", "env:CHECKPOINT_KEY"]) == 0
     assert capsys.readouterr().out == f"{folder}: valid, every tensor read, signature valid\n"
+    assert main(["ckpt", "verify", folder]) == 0
+    assert capsys.readouterr().out == f"{folder}: valid, signature not checked (--key)\n"
     monkeypatch.setenv("CHECKPOINT_KEY", "another key of some length")
     assert main(["ckpt", "verify", folder, "--key", "env:CHECKPOINT_KEY"]) == 7
     assert "signed with another key" in capsys.readouterr().err

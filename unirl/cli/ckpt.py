@@ -12,7 +12,7 @@ from unirl.tracking.streams import print_inert
 from unirl.train.backend import checkpoint
 from unirl.train.backend.checkpoint import Checkpoint, CheckpointStore, existing
 from unirl.train.backend.manifest import read_manifest
-from unirl.train.backend.signing import read_key
+from unirl.train.backend.signing import SIGNATURE, read_key
 
 EXAMPLES = ("unirl ckpt ls runs/unirl/first", "unirl ckpt verify runs/unirl/first/checkpoints/checkpoint-000050",
             "unirl ckpt verify runs/unirl/first/checkpoints/checkpoint-000050 --deep --key env:CHECKPOINT_KEY",
@@ -50,7 +50,11 @@ def verify(argv: Sequence[str]) -> int:
     wrong = checkpoint.reasons_against(path, healthy=options.deep, key=key)
     if wrong:
         raise CheckpointError(f"{path} is damaged or incomplete:" + "".join(f"\n  {line}" for line in wrong))
-    checked = [*(["every tensor read"] if options.deep else []), *(["signature valid"] if key else [])]
+    checked = ["every tensor read"] if options.deep else []
+    if key is not None:
+        checked.append("signature valid")
+    elif (path / SIGNATURE).exists():
+        checked.append("signature not checked (--key)")
     print_inert(f"{path}: {', '.join(['valid', *checked])}")
     return 0
 

@@ -78,9 +78,9 @@ def failure_of(error: BaseException) -> ExitReport:
             file = error.filename if isinstance(error, OSError) else None
             where = f" while writing {file}" if file else ""
             return ExitReport(
-                f"error[7003]: the disk is full{where} ({summary(error)}). Free some space, or choose another folder "
-                "(run.dir, --out). Published checkpoints are intact: unirl ckpt prune RUN --keep 1 frees space, and "
-                "resume=auto continues a run",
+                f"error[7003]: {no_space_of(error)}{where} ({summary(error)}). Free some space, raise the limit, or "
+                "choose another folder (run.dir, --out). Published checkpoints are intact: unirl ckpt prune RUN --keep "
+                "1 frees space, and resume=auto continues a run",
                 7,
             )
         case OSError(errno=number, filename=str(file)) if number in UNWRITABLE:
@@ -118,6 +118,15 @@ def is_full_disk(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno in NO_SPACE
     return isinstance(error, Exception) and os.strerror(errno.ENOSPC) in str(error)
+
+
+def no_space_of(error: BaseException) -> str:
+    """The limit that a write reached."""
+    number = error.errno if isinstance(error, OSError) else errno.ENOSPC
+    return {
+        errno.EDQUOT: "the disk quota of this user is used up",
+        errno.EFBIG: "a file reached the largest size that this process may write (ulimit -f)",
+    }.get(number or 0, "the disk is full")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -16,8 +16,8 @@ class CheckpointConfig:
     """Write and publish a checkpoint while the next steps run; a step waits only until its state is copied. Each
     process needs main memory for one more copy of what it saves."""
     keep_every: Annotated[int, Meta(ge=0)] = 0
-    """Milestones: checkpoints of steps that this divides are kept, beside the newest `keep_checkpoints`; 0 =
-    none. A multiple of `save_interval`, since no other steps are saved."""
+    """Milestones: checkpoints of the steps that are its multiples remain, and of the others the newest
+    `keep_checkpoints`. It is a multiple of `save_interval`; 0 = no milestones."""
     signing_key: str | None = None
     """Sign manifests with this secret key: `env:NAME` for an environment variable, or the path of a file with mode 600.
     The run then resumes only from checkpoints that are signed with it."""

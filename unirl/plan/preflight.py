@@ -56,6 +56,7 @@ from unirl.types.sampling import Sampling, sampling_as
 
 OPTIONAL_IN_EVALUATION = ("num_inference_steps", "guidance_scale", "temperature", "top_p", "top_k", "max_new_tokens")
 """Keys of the evaluation block that only the sampling settings of some domains have."""
+URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.")
 SHOWN_ENDS = 24
 """Number of names of layers that an error lists."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -174,6 +175,7 @@ def preflight(recipe: Recipe) -> Preflight:
     check_credit(recipe)
     check_evaluation(recipe)
     check_data(config)
+    check_saving(config)
     texts += credit_notices(recipe)
     texts += environment_notices(recipe)
     texts += engine_notices(recipe)
@@ -518,6 +520,20 @@ def known_facts(config: RecipeConfig) -> ModelFacts | None:
 
 
 # Files
+
+
+def check_saving(config: RecipeConfig) -> None:
+    """Raises InvalidValueError for milestones that are never saved, and for a place of copies that is no URL."""
+    every, interval, place = config.checkpoint.keep_every, config.save_interval, config.checkpoint.copy_to
+    if every and (interval == 0 or every % interval):
+        raise InvalidValueError(
+            f"checkpoint.keep_every={every} must be a multiple of save_interval={interval}, since other steps are not "
+            f"saved. Use save_interval={every}, or a multiple of it for checkpoint.keep_every"
+        )
+    if place is not None and not URL.match(place):
+        raise InvalidValueError(
+            f"checkpoint.copy_to={place} is no URL: write SCHEME://PLACE, such as s3://bucket/run or file:///disk2/run"
+        )
 
 
 def check_data(config: RecipeConfig) -> None:

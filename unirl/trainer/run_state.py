@@ -186,7 +186,7 @@ class RunState:
         """The error that ends the run after a signal: Ctrl-C, or the signal of a scheduler."""
         kind = Interrupted if signum == signal.SIGINT else Preempted
         return kind(
-            f"stopped after step {self.step} by signal {signum}; checkpoint saved. Continue with:\n"
+            f"stopped after step {self.step} by {signal.Signals(signum).name}; checkpoint saved. Continue with:\n"
             f"  {self.resume_command}"
         )
 

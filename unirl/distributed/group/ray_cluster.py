@@ -20,6 +20,7 @@ import torch
 
 from unirl.config.dependencies import WAYS, check_ray_address
 from unirl.config.errors import GeometryError, ResourceError, UnsupportedEnvironmentError, WorkerError, report
+from unirl.config.plugins import summary
 from unirl.distributed.group.reaper import kill_on_exit
 from unirl.types.device import num_accelerators
 
@@ -93,19 +94,26 @@ def start(num_cpus: int) -> None:
     # Ray reports usage to its vendor by default; this variable is the only switch.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     num_gpus = num_accelerators()
-    with _on_loopback():
-        ray.init(
-            address="local",
-            namespace=NAMESPACE,
-            num_cpus=max(num_cpus, cores()),
-            num_gpus=num_gpus,
-            object_store_memory=None if num_gpus else CPU_OBJECT_STORE,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
-            _node_ip_address="127.0.0.1",
-            _system_config={**HEALTH, "enable_worker_prestart": False, "prestart_worker_first_driver": False},
-        )
+    try:
+        with _on_loopback():
+            ray.init(
+                address="local",
+                namespace=NAMESPACE,
+                num_cpus=max(num_cpus, cores()),
+                num_gpus=num_gpus,
+                object_store_memory=None if num_gpus else CPU_OBJECT_STORE,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="ERROR",
+                _node_ip_address="127.0.0.1",
+                _system_config={**HEALTH, "enable_worker_prestart": False, "prestart_worker_first_driver": False},
+            )
+    except Exception as error:  # Ray raises plain exceptions if one of its processes does not come up
+        shut_down()
+        raise ResourceError(
+            f"runtime=ray: Ray did not start on this machine: {summary(error)}. A busy machine may need a second try; "
+            "otherwise look into the logs below /tmp/ray/session_latest/logs, or use runtime=local"
+        ) from error
     node = worker._global_node
     started = {info.process.pid for infos in node.all_processes.values() for info in infos}
     # For runs that close no pool. It runs before Ray's own exit handler, which sends SIGTERM.

@@ -73,4 +73,7 @@ def signature_problems(folder: Path, manifest: bytes, key: bytes) -> list[str]:
         return [f"{SIGNATURE} is missing: the checkpoint was saved without checkpoint.signing_key"]
     if hmac.compare_digest(found, signature_of(manifest, key).encode()):
         return []
-    return [f"{SIGNATURE} does not fit: the manifest was changed, or signed with another key"]
+    return [
+        f"{SIGNATURE} does not fit: the manifest was changed, or signed with another key. Give the key of the run that "
+        "saved it"
+    ]

@@ -391,7 +391,7 @@ def test_what_sglang_cannot_sample_is_refused_before_it_starts():
         (
             "llm/quickstart",
             ["rollout=sglang", "num_devices=2", "runtime=ray", "rollout.url=http://127.0.0.1:9"],
-            r"rollout\.url=http://127\.0\.0\.1:9 is one server, and 2 devices are to sample.*placement\.rollout",
+            r"rollout\.url=http://127\.0\.0\.1:9 is one server, and 2 devices are to.*placement='{train: 0, ",
         ),
         (
             "diffusion/sd3_sglang_lora_separate",

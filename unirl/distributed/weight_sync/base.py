@@ -126,6 +126,11 @@ class CanaryResult:
     """The largest absolute difference."""
     relative: float
     """The root mean square of the difference, divided by that of the trainer's output."""
+    causes: str = (
+        "the engine loaded another base checkpoint, an adapter is inactive, a second adapter acts, or the engine "
+        "computes in another way"
+    )
+    """What a difference may come from, and what to do then, for the message about it."""
 
 
 @dataclass(frozen=True)

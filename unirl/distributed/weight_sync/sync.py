@@ -285,8 +285,7 @@ def check_canary(agreed: Agreement, results: Sequence[CanaryResult], is_read_bac
             raise SyncError(
                 f"{arrived}, but the forward of engine rank {rank} differs from the trainer's: on the "
                 f"canary input they differ by {result.absdiff:.3g} ({result.relative:.3g} relative); {rule}. Likely "
-                "causes: the engine loaded another base checkpoint, an adapter is inactive, a second adapter acts, or "
-                "the engine computes in another way"
+                f"causes: {result.causes}"
             )
     return max(result.absdiff for result in results)
 

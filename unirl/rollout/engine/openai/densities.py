@@ -12,6 +12,11 @@ from unirl.config.errors import IncompatibleError
 from unirl.types.sampling import ARSamplingParams
 
 LogProbKind = Literal["raw", "tempered", "processed"]
+STARTED_WITH: Mapping[LogProbKind, str] = {
+    "raw": " (vLLM: --logprobs-mode raw_logprobs)",
+    "processed": " (vLLM: --logprobs-mode processed_logprobs)",
+}
+"""The way to get a distribution, where a server has a choice."""
 HIGHEST_TEMPERATURE = 2.0
 TEMPERATURE, TOP_K = 2.0, 4
 """Settings of the draws by which the distribution is recognised: each of them changes one of the three."""
@@ -68,7 +73,7 @@ def checked_gaps(name: str, claimed: LogProbKind, logits: Tensor, drawn: Sequenc
     if nearest != claimed and sizes[nearest] < limit:
         raise IncompatibleError(
             f"{name} reports {nearest} log-probs, and rollout.logprobs={claimed}. Set rollout.logprobs={nearest}, or "
-            "start the server with another setting (vLLM: --logprobs-mode raw_logprobs or processed_logprobs)"
+            f"start another server{STARTED_WITH.get(claimed, '')}"
         )
     return gaps[claimed]
 

@@ -60,10 +60,10 @@ class OpenAIRolloutEngine(TokenServingEngine, OpenAISettings):
         if settings["control"] == "none" and use.num_weights > 1:
             raise IncompatibleError(
                 f"rollout.control=none: the server keeps its weights, and this run samples from {use.num_weights} "
-                "different ones, since every step trains them. Use a vLLM server (rollout.control=vllm) or "
-                "rollout=sglang. Or sample from the weights of the start alone: num_rollouts=1, or "
-                "weight_sync_interval=num_rollouts, and evaluation.eval_steps=0. `unirl eval` scores "
-                "a server with the weights of a checkpoint"
+                "different ones: those of its steps, and those that its last evaluation scores. Use a vLLM server "
+                "(rollout.control=vllm) or rollout=sglang. Or sample from the weights of the start alone: both "
+                "evaluation.eval_steps=0 and either num_rollouts=1 or weight_sync_interval=num_rollouts. `unirl eval` "
+                "scores a server with the weights of a checkpoint"
             )
 
 

@@ -200,10 +200,11 @@ class OpenAIServer(HttpServer, TokenServer):
         prompt = list(self.pipeline.bundle.codec.ends[:1])
         others = "vLLM, SGLang and llama.cpp's server can do it; for transformers serve use rollout=server"
         try:
-            choice = self.insist("to a first request", lambda: self._completed("check", prompt, SEEDED, 0)).choices[0]
+            first = "a first request"
+            [choice] = self.insist(f"to {first}", lambda: self._completed(first, prompt, SEEDED, 0)).choices
         except EngineError as error:
             raise IncompatibleError(
-                f"{error}. This was a first request, whose prompt is of token ids: {others}"
+                f"{error}. This was the first request to {self._place}, whose prompt is of token ids. {others}"
             ) from error
         if messages.tokens_of(choice) is None:
             raise IncompatibleError(
@@ -353,7 +354,18 @@ class OpenAIServer(HttpServer, TokenServer):
         drawn = self._drawn(prompts[0].tokens, truncated)
         gaps.append(checked_gaps(self.name, self.settings.logprobs, logits[0], drawn))
         gap, scale = torch.cat(gaps), float(logits.double().square().mean().sqrt())
-        return ProbeResult(float(gap.abs().max()), float(gap.square().mean().sqrt()) / scale)
+        return ProbeResult(float(gap.abs().max()), float(gap.square().mean().sqrt()) / scale, self._causes)
+
+    @property
+    def _causes(self) -> str:
+        reported = f"its log-probs are not those of rollout.logprobs={self.settings.logprobs}"
+        temperature = "or it samples at another temperature than it is asked for"
+        if self._is_controlled:
+            return f"{self._place} loaded another base checkpoint, {reported}, {temperature}"
+        return (
+            f"{self._place} has other weights, which it keeps (rollout.control=none): serve the folder that `unirl "
+            f"export RUN` writes; {reported}; {temperature}"
+        )
 
     def _drawn(self, prompt: Sequence[int], params: ARSamplingParams) -> list[tuple[int, float]]:
         """Tokens that the server draws after a prompt with several seeds, and their log-probs."""

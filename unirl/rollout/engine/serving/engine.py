@@ -97,7 +97,8 @@ class ServingEngine(DedicatedEngine, ServerSettings):
         if settings["url"] is not None and use.num_devices > 1:
             raise IncompatibleError(
                 f"rollout.url={settings['url']} is one server, and {use.num_devices} devices are to sample: each "
-                "would send weights to it. Leave rollout.url out, or sample on one device (placement.rollout)"
+                "would send weights to it. Leave rollout.url out, or sample on one device: "
+                "placement='{train: 0, rollout: 1}'"
             )
 
     # Weights

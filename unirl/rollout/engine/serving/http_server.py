@@ -70,8 +70,8 @@ class HttpServer(Server):
     def mismatch(self, what: str, way_out: str) -> IncompatibleError:
         """The error for a server that runs with other settings than the recipe's."""
         url = self.settings.url
-        where = "that was started" if url is None else f"at rollout.url={url}"
-        return IncompatibleError(f"the {self.name} server {where} {what}. {way_out}")
+        where = ", started by this run," if url is None else f" at rollout.url={url}"
+        return IncompatibleError(f"{self.name}{where} {what}. {way_out}")
 
     @abstractmethod
     def restore(self) -> bool:

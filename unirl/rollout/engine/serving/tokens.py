@@ -58,6 +58,11 @@ class ProbeResult:
     """The largest absolute difference, nats, or a bound on it; inf if there is no bound."""
     relative: float
     """The root mean square of the difference, or a bound on it, divided by that of the expected logits."""
+    causes: str = (
+        "the server loaded another base checkpoint, an adapter is inactive, a second adapter acts, or it computes, or "
+        "reports log-probs, at another temperature than it is asked for"
+    )
+    """What a difference may come from, and what to do then."""
 
 
 class TokenServer(Server):
@@ -104,7 +109,7 @@ class TokenServingEngine(ServingEngine):
     def canary(self, inputs: Batch, answer: CanaryOutput) -> CanaryResult:
         prompts = self.pipeline.plain_prompts({"prompt": inputs})
         result = self.server.probe(prompts, answer.values.float().cpu())
-        return CanaryResult(False, result.absdiff, result.relative)
+        return CanaryResult(False, result.absdiff, result.relative, result.causes)
 
     def respond(self, req: RolloutReq) -> RolloutResp:
         _, params = req.only_track(ARSamplingParams)

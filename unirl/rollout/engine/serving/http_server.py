@@ -90,7 +90,8 @@ class HttpServer(Server):
         if url is None:
             port = free_port()
             url = f"http://{LOOPBACK}:{port}"
-            self.process = ServerProcess(self.name, self.words(settings.python(), port), self.log, self.env())
+            name = f"fake {self.name}" if settings.is_fake else self.name
+            self.process = ServerProcess(name, self.words(settings.python(), port), self.log, self.env())
             self.process.start()
         self._http = HttpClient(url, token=None, timeout_s=settings.timeout_s, connections=self.concurrency + 1)
         self._wait_ready()

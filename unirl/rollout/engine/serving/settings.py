@@ -52,6 +52,11 @@ class ServerSettings:
     max_restarts: int = 3
     """How often a server that ended is started again. It gets its weights again."""
 
+    @property
+    def is_fake(self) -> bool:
+        """True for a program of UniRL that takes the place of the server."""
+        return False
+
     def python(self) -> str:
         """The Python that starts the server. Raises DependencyError if there is none."""
         return self.python_executable or sys.executable
@@ -81,7 +86,6 @@ class InstalledServerSettings(ServerSettings):
 
     @property
     def is_fake(self) -> bool:
-        """True for the program of UniRL."""
         return self.program == FAKE
 
     def python(self) -> str:

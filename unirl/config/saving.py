@@ -34,6 +34,6 @@ class RestartConfig:
     """
 
     max: Annotated[int, Meta(ge=0)] = 3
-    """The most restarts within `window_s`; 0 = never restart."""
+    """The most restarts within `window_s`; 0 = never restart. On a cluster at RAY_ADDRESS a run never restarts."""
     window_s: Annotated[float, Meta(gt=0)] = 3600.0
     """Seconds after which a restart no longer counts."""

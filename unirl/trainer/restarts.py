@@ -15,6 +15,7 @@ from types import TracebackType
 from unirl.config.errors import LostWorkerError, ResourceError, StallError, UniRLError
 from unirl.config.failures import Restart, Session
 from unirl.config.load import Recipe, load
+from unirl.plan.machine import is_elsewhere
 from unirl.train.backend.checkpoint import CheckpointStore
 
 RESTARTED = (LostWorkerError, StallError)
@@ -68,7 +69,8 @@ class Attempt:
     def _may_restart(self, error: UniRLError) -> bool:
         allowed, now = self.recipe.config.restarts, time.monotonic()
         recent = [when for when in self.past if now - when < allowed.window_s]
-        if allowed.max == 0:
+        # A cluster that other programs share still counts a lost node among its own for a while.
+        if allowed.max == 0 or is_elsewhere(self.recipe.config):
             return False
         if len(recent) >= allowed.max:
             raise type(error)(

@@ -40,7 +40,7 @@ def answer(*overrides, recipe=RECIPE):
         ("bundle=sd3", "bundle.path=sd3"),
         ("reward=jpeg_compressibility", "`unirl reward ls NAME` prints it"),
         ("reward.backend=jpeg_compressibility", "`unirl reward ls NAME` prints it"),
-        ("rollout=servr", "Did you mean 'server'? rollout=replica|server|"),
+        ("rollout=servr", "Did you mean 'server'? rollout=openai|replica|server|"),
         ("algorithm=grpo", "=...), or replace the block: algorithm='{_target_: package.Class}'"),
         (
             "backend.optimizer_cfg.learning_rate=abc",

@@ -193,8 +193,8 @@ class ARStage:
         return CanaryOutput(values=self.next_logits({"prompt": inputs}))
 
     @torch.no_grad()
-    def next_logits(self, conditions: Conditions) -> Tensor:
-        """The logits [B, V] of the token after each prompt, without compilation."""
+    def next_logits(self, conditions: Conditions) -> Float[Tensor, "B V"]:
+        """The logits of the token after each of B prompts, for V tokens, without compilation."""
         prompts = prompts_of(conditions)
         packed = pack_prompts(self._to_device(conditions), range(len(prompts)))
         padded = packed.padded(self.facts.batch_multiple)

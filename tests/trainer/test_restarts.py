@@ -97,11 +97,11 @@ def workers_of(driver: int) -> list[int]:
 @pytest.mark.skipif(" " in sys.executable, reason="Ray starts no workers from a path with a blank")
 def test_a_run_whose_worker_is_killed_ends_as_one_that_was_not(tmp_path: Path) -> None:
     unkilled, killed = (begin("diffusion/sd3_trainside", tmp_path / name, *RAY, own_session=True) for name in "ab")
-    assert wait_until(lambda: steps_in(tmp_path / "b") >= 2 or not killed.is_alive(), 300)
+    assert wait_until(lambda: steps_in(tmp_path / "b") >= 2 or not killed.is_alive(), 600)
     victim = workers_of(killed.pid)[-1]
     os.kill(victim, signal.SIGKILL)
     for run in (unkilled, killed):
-        run.join(300)
+        run.join(600)
     assert unkilled.exitcode == killed.exitcode == 0, said(tmp_path / "b")
     assert outcome(tmp_path / "b", 6) == outcome(tmp_path / "a", 6)
     [restart] = [row for row in read_rows(tmp_path / "b/events.jsonl") if row["ev"] == "run.restart"]

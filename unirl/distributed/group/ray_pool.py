@@ -229,6 +229,8 @@ class RayPool(Pool[RayGroup]):
         what += f" (phase {self.phase})" if self.phase else ""
         results: dict[ObjectRef, object] = {}
         failures: list[WorkerFailure] = []
+        ended: set[ObjectRef] = set()
+        """The lives of workers that have ended. Ray would report them again at once."""
         begin = time.monotonic()
         frozen_s = min(deadline_s, self.learned.limit_s(what))
         end = begin + frozen_s
@@ -236,7 +238,7 @@ class RayPool(Pool[RayGroup]):
         self.awaited = next(iter(calls.values()), None)
         self.heartbeat.begin(what)
         while len(results) < len(calls):
-            lives = {worker.life: worker for worker in self.worker_refs.values()}
+            lives = {worker.life: worker for worker in self.worker_refs.values() if worker.life not in ended}
             waiting = [ref for ref in calls if ref not in results]
             done, _ = ray.wait([*waiting, *lives], num_returns=1, timeout=max(0.0, end - time.monotonic()))
             if not done:
@@ -254,6 +256,8 @@ class RayPool(Pool[RayGroup]):
             outcome = self._outcome(what, ref, lives.get(ref) or calls[ref])
             if ref in calls:
                 results[ref] = outcome
+            else:
+                ended.add(ref)
             if isinstance(outcome, WorkerFailure):
                 failures.append(outcome)
                 end = min(end, time.monotonic() + (CAUSE_S if outcome.is_consequence else GRACE_S))

@@ -225,6 +225,7 @@ for number, per_node in ((signal.SIGKILL, 2), (signal.SIGSTOP, 1)):
     except WorkerError as error:
         print(number.name, f"{time.monotonic() - started:.1f}", error, flush=True)
     pool.close()
+    assert os.path.exists(cluster.head_node.get_session_dir_path() + "/sockets/raylet"), "the cluster is not ours"
     raylet.kill()
 cluster.shutdown()
 """

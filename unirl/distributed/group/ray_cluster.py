@@ -39,6 +39,8 @@ _is_shutting_down = threading.Event()
 """Set when this process ends the cluster that it started."""
 _reapers: list[subprocess.Popen[bytes]] = []
 """The processes that end Ray's agents when this process ends."""
+_own_sessions: list[Path] = []
+"""The folders of the clusters that this process started. That of a cluster that it joined belongs to others."""
 
 
 def connect(num_cpus: int) -> bool:
@@ -115,6 +117,7 @@ def start(num_cpus: int) -> None:
             "otherwise look into the logs below /tmp/ray/session_latest/logs, or use runtime=local"
         ) from error
     node = worker._global_node
+    _own_sessions.append(Path(node.get_session_dir_path()))
     started = {info.process.pid for infos in node.all_processes.values() for info in infos}
     # For runs that close no pool. It runs before Ray's own exit handler, which sends SIGTERM.
     atexit.register(shut_down)
@@ -174,12 +177,11 @@ def shut_down() -> None:
     if node is not None:
         kill = node.kill_all_processes
         node.kill_all_processes = lambda **options: kill(**{**options, "allow_graceful": False})
-    session = None if node is None else Path(node.get_session_dir_path())
     ray.shutdown()
     while _reapers:
         _reapers.pop().communicate()
-    if session is not None:
-        shutil.rmtree(session, ignore_errors=True)  # logs and sockets of the cluster, which nobody reads any more
+    while _own_sessions:
+        shutil.rmtree(_own_sessions.pop(), ignore_errors=True)  # logs and sockets that nobody reads any more
 
 
 def descendants(roots: Collection[int]) -> list[int]:

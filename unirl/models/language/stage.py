@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from unirl.types.device import to_device
 from unirl.types.facts import LanguageFacts
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import TextSegment
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 ValueGradient = Literal["head", "policy"]
 """How far values are differentiated: only the value head, or also the policy that computes the head's input."""

@@ -75,7 +75,7 @@ def _start(root, moment, has_locks, everyone_tried, answers) -> None:  # type: i
 
 @dataclass(frozen=True)
 class Woken:
-    """What an owner could do that was paused while another process took its run over."""
+    """The attempts of a paused owner to publish something after another process took over its run."""
 
     refusals: dict[str, str]
     """The error of each attempt to publish something."""

@@ -41,12 +41,12 @@ from tests.trainer.child import begin, said  # noqa: E402
 from tests.trainer.killing import Run, Unkilled, after_seconds, after_step, steps_in  # noqa: E402
 
 COMMON = ("keep_checkpoints=2", "evaluation.eval_steps=5", "tracking.sample_steps=4", "save_interval=1")
-PICTURES, TEXT = "diffusion/sd3_trainside", str(ROOT / "tests/trainer/text_loop.yaml")
+IMAGES, TEXT = "diffusion/sd3_trainside", str(ROOT / "tests/trainer/text_loop.yaml")
 MODES = {
-    "local": Run(PICTURES, 8, (*COMMON, "scale=toy", "checkpoint.asynchronous=false")),
-    "asynchronous": Run(PICTURES, 8, (*COMMON, "scale=toy", "checkpoint.asynchronous=true")),
+    "local": Run(IMAGES, 8, (*COMMON, "scale=toy", "checkpoint.asynchronous=false")),
+    "asynchronous": Run(IMAGES, 8, (*COMMON, "scale=toy", "checkpoint.asynchronous=true")),
     "llm": Run(TEXT, 8, (*COMMON, "checkpoint.asynchronous=true", "plugins=[tests]")),
-    "ray": Run(PICTURES, 8, (*COMMON, "scale=toy", "num_devices=2", "stall_timeout_s=60", "restarts.max=9")),
+    "ray": Run(IMAGES, 8, (*COMMON, "scale=toy", "num_devices=2", "stall_timeout_s=60", "restarts.max=9")),
 }
 FULL = 7
 """The exit status of a run that ends by a full disk."""
@@ -54,7 +54,7 @@ FULL = 7
 
 @dataclass(frozen=True)
 class Disturbance:
-    """What was done to a run, when, and how its process ended."""
+    """A disturbance of a run: its kind, its moment, and how the process ended."""
 
     kind: str
     victim: str

@@ -1,4 +1,4 @@
-"""What every request passes before a route: its id, the names of the service, and the token."""
+"""The checks of every request before its route: its id, the names of the service, and the token."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from msgspec import Meta
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """How checkpoints are written. `save_interval` and `keep_checkpoints` say when, and how many remain."""
+    """Settings of the writing of checkpoints. `save_interval` and `keep_checkpoints` say when, and how many remain."""
 
     asynchronous: bool = True
     """Write and publish a checkpoint while the next steps run; a step waits only until its state is copied. Each

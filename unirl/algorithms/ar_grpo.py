@@ -11,17 +11,17 @@ from torch import Tensor
 from unirl.algorithms.shared.packed import Aggregation
 from unirl.algorithms.shared.surrogate import ClippedRatio, clipped_surrogate, sequence_log_ratio
 from unirl.algorithms.shared.tokens import Surrogate, TokenLoss, Tokens
-from unirl.models.language.stage import TokenStage
+from unirl.models.language.stage import AnyTokenStage
 from unirl.types.protocols import TrainingProgress
 from unirl.types.results import Metric
-from unirl.types.segments import TextSegment
+from unirl.types.segments import PackedSegment
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
 
 @dataclass(frozen=True, kw_only=True)
-class ARGRPO(ClippedRatio[TokenStage, TextSegment], TokenLoss):
+class ARGRPO(ClippedRatio[AnyTokenStage, PackedSegment], TokenLoss):
     """P = -min(r A, clip(r, 1 - low, 1 + high) A),  r = pi_theta / pi_old per token; at most c |A| where A < 0.
 
     GRPO (arXiv:2402.03300, eq. 3) with PPO's clip. r is the importance ratio of a token, A the advantage. With

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from unirl.algorithms.shared.critic import (
     Critic,
     DenseLayout,
     GAEInputs,
+    OutcomeCritic,
     StepCredit,
     gae,
     moments,
@@ -22,60 +24,72 @@ from unirl.algorithms.shared.critic import (
     whitened,
 )
 from unirl.algorithms.shared.tokens import Surrogate, Tokens, TokenValues
-from unirl.models.language.stage import TokenReplay, TokenStage, ValueGradient
+from unirl.models.language.stage import AnyTokenStage, TokenReplay, ValueGradient
 from unirl.types.protocols import Needs, TrainingProgress
-from unirl.types.segments import TextSegment
+from unirl.types.segments import PackedSegment
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
 ALL_TOKENS: Part = (0,)
+ADVANTAGE, RETURN = "advantage", "return"
+"""Anchors with the credit of every element, for updates on elements whose rows are not at hand."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ARPPO(Critic[TokenStage, TextSegment], ARGRPO):
-    """L = agg( P_t + vf_coef V_t ) over tokens.
+class TokenCritic(Critic[AnyTokenStage, PackedSegment], ARGRPO):
+    """The clipped surrogate of `ARGRPO` with an advantage per element, and the loss of a value head.
 
-    P_t  the clipped surrogate of `ARGRPO`, with the advantage A_t of the token instead of that of the row
-    V_t  max((V - R_t)^2, (clip(V, V_old +- value_clip) - R_t)^2) / 2,  V = V(prompt, y_<t),  R_t = A_t + V_old
-    A_t  GAE (arXiv:1506.02438, eq. 16) over the counted tokens; the reward of the last token is the outcome of the row,
-         every token loses beta (log pi_old - log pi_ref) with kl_in: reward, and no value follows the last token
-
-    PPO: Schulman et al. 2017, arXiv:1707.06347. With a KL in the reward: arXiv:2203.02155, eq. 2. `loss` is
-    `TokenLoss.loss`; this class adds the value loss to the terms of `surrogate`.
+    A subclass writes `gae_credit`, which says what the rewards of the elements are, and `gae_mask`.
     """
 
-    value_gradient: ValueGradient = "head"
-    """Parameters that the value loss trains: the head alone, on detached hidden states, or the policy's layers too."""
     whiten: bool = False
     """Normalise the advantages of the whole step to mean 0 and variance 1; costs a forward in the first update."""
-    bootstrap_truncated: bool = False
-    """The return of a truncated response includes V of its last state; otherwise nothing follows its outcome.
-
-    The last token of such a response only provides this value. It has no advantage and no return of its own.
-    """
 
     @property
     def needs(self) -> Needs:
         return replace(super().needs, totals=self.whiten)
 
-    def replay(self, stage: TokenStage, rows: TokenRows, *, entropy: bool = False) -> TokenReplay:
-        return stage.replay(rows.conditions, rows.segment, entropy=entropy, values=self.value_gradient)
+    @abstractmethod
+    def gae_credit(
+        self, tokens: Tokens, old: Float[Tensor, "sum_L"], rows: TokenRows, part: Part, now: TrainingProgress
+    ) -> StepCredit:
+        """GAE from old values [sum L]: advantages and returns [sum L], 0 at elements that are not counted."""
+
+    @abstractmethod
+    def gae_mask(self, tokens: Tokens, rows: TokenRows) -> Bool[Tensor, "sum_L"]:
+        """[sum L] bool, counted elements whose next value is known."""
+
+    def credited(self, rows: TokenRows, now: TrainingProgress) -> TokenRows:
+        """Rows whose credit is stored with them, from the values and log-probs of the anchor pass."""
+        tokens = self.tokens(rows.segment.logp, rows, ALL_TOKENS)
+        credit = self._credit(tokens, self.filled_anchor(rows, OLD_VALUE, ALL_TOKENS), rows, ALL_TOKENS, now)
+        stored = {ADVANTAGE: credit.advantages, RETURN: credit.returns}
+        return rows.replace(segment=rows.segment.replace(anchors={**rows.segment.anchors, **stored}))
 
     def assign_credit(
         self, tokens: Tokens, replay: TokenReplay, rows: TokenRows, part: Part, now: TrainingProgress
     ) -> Tokens:
         assert replay.values is not None, "the stage was asked for values and returned none"
-        values = tokens.rows.masked(replay.values)
         anchored = self.anchor(rows, OLD_VALUE, part)
-        old = values.detach() if anchored is None else tokens.rows.masked(anchored)
+        old = replay.values.detach() if anchored is None else anchored
+        stored = self.anchor(rows, ADVANTAGE, part)
+        if stored is None:
+            credit = self._credit(tokens, old, rows, part, now)
+        else:
+            returns = self.filled_anchor(rows, RETURN, part)
+            credit = StepCredit(tokens.rows.masked(stored), tokens.rows.masked(returns))
+        critic = TokenValues(tokens.rows.masked(replay.values), tokens.rows.masked(old), credit.returns)
+        return replace(tokens, advantages=credit.advantages, critic=critic)
+
+    def _credit(self, tokens: Tokens, old: Tensor, rows: TokenRows, part: Part, now: TrainingProgress) -> StepCredit:
+        """The credit of every element; advantages are normalised over the whole step if `whiten` says so."""
         credit = self.gae_credit(tokens, old, rows, part, now)
-        advantages = credit.advantages
-        if self.whiten:
-            assert now.totals, "a loss with whiten needs the moments of the whole step in `now.totals`"
-            of_step = torch.tensor(now.totals, dtype=torch.float64)
-            advantages = whitened(advantages, self.gae_mask(tokens, rows), of_step)
-        return replace(tokens, advantages=advantages, critic=TokenValues(values, old, credit.returns))
+        if not self.whiten:
+            return credit
+        assert now.totals, "a loss with whiten needs the moments of the whole step in `now.totals`"
+        of_step = torch.tensor(now.totals, dtype=torch.float64)
+        return credit._replace(advantages=whitened(credit.advantages, self.gae_mask(tokens, rows), of_step))
 
     def surrogate(self, tokens: Tokens, now: TrainingProgress) -> Surrogate:
         policy, critic = super().surrogate(tokens, now), tokens.critic
@@ -87,14 +101,39 @@ class ARPPO(Critic[TokenStage, TextSegment], ARGRPO):
         """[3] count, sum and sum of squares of the advantages."""
         old = self.filled_anchor(rows, OLD_VALUE, ALL_TOKENS)
         tokens = self.tokens(rows.segment.logp, rows, ALL_TOKENS)  # only its old log-probs are read here
-        credit = self.gae_credit(tokens, tokens.rows.masked(old), rows, ALL_TOKENS, now)
+        credit = self.gae_credit(tokens, old, rows, ALL_TOKENS, now)
         return moments(credit.advantages, self.gae_mask(tokens, rows))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ARPPO(OutcomeCritic[AnyTokenStage, PackedSegment], TokenCritic):
+    """L = agg( P_t + vf_coef V_t ) over tokens.
+
+    P_t  the clipped surrogate of `ARGRPO`, with the advantage A_t of the token instead of that of the row
+    V_t  max((V - R_t)^2, (clip(V, V_old +- value_clip) - R_t)^2) / 2,  V = V(prompt, y_<t),  R_t = A_t + V_old
+    A_t  GAE (arXiv:1506.02438, eq. 16) over the counted tokens; the reward of the last token is the outcome of the row,
+         every token loses beta (log pi_old - log pi_ref) with kl_in: reward, and no value follows the last token
+
+    PPO: Schulman et al. 2017, arXiv:1707.06347. With a KL in the reward: arXiv:2203.02155, eq. 2. `loss` is
+    `TokenLoss.loss`; `TokenCritic` adds the value loss to the terms of `surrogate`.
+    """
+
+    value_gradient: ValueGradient = "head"
+    """Parameters that the value loss trains: the head alone, on detached hidden states, or the policy's layers too."""
+    bootstrap_truncated: bool = False
+    """The return of a truncated response includes V of its last state; otherwise nothing follows its outcome.
+
+    The last token of such a response only provides this value. It has no advantage and no return of its own.
+    """
+
+    def replay(self, stage: AnyTokenStage, rows: TokenRows, *, entropy: bool = False) -> TokenReplay:
+        return stage.replay(rows.conditions, rows.segment, entropy=entropy, values=self.value_gradient)
 
     def gae_credit(
         self, tokens: Tokens, old: Float[Tensor, "sum_L"], rows: TokenRows, part: Part, now: TrainingProgress
     ) -> StepCredit:
-        """GAE from old values [sum L]: advantages and returns [sum L], 0 at tokens that are not counted."""
-        layout = DenseLayout.of(rows.segment.offsets, old.device)
+        """The outcome of a row is the reward of its last token."""
+        layout, old = DenseLayout.of(rows.segment.offsets, old.device), tokens.rows.masked(old)
         mask, values = layout.dense(self.gae_mask(tokens, rows)), layout.dense(old)
         rewards = outcome_rewards(self.row_return(rows).to(old.dtype), mask)
         kl_penalty = self.kl_penalty(tokens, rows, part, now)
@@ -109,7 +148,6 @@ class ARPPO(Critic[TokenStage, TextSegment], ARGRPO):
         return StepCredit(layout.packed(credit.advantages), tokens.rows.masked(layout.packed(returns)))
 
     def gae_mask(self, tokens: Tokens, rows: TokenRows) -> Bool[Tensor, "sum_L"]:
-        """[sum L] bool, counted tokens whose next value is known."""
         if not self.bootstrap_truncated:
             return tokens.rows.token_mask
         return tokens.rows.token_mask & ~self._truncated_ends(tokens, rows)

@@ -19,7 +19,7 @@ from unirl.types.progress import progress
 from unirl.types.protocols import Anchor, Needs, Quantity, TrainingProgress
 from unirl.types.results import Metrics, merge
 from unirl.types.rollout_resp import RolloutTrack
-from unirl.types.segments import LatentSegment, Segment, TextSegment
+from unirl.types.segments import LatentSegment, PackedSegment, Segment
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -28,10 +28,10 @@ StageT = TypeVar("StageT")
 """The type of policy that a loss replays: `DiffusionStage`, `DifferentiableStage` or `TokenStage`."""
 
 SegmentT = TypeVar("SegmentT", bound=Segment, default=Segment)
-"""The type of segment that a loss trains: `LatentSegment` or `TextSegment`."""
+"""The type of segment that a loss trains: `LatentSegment`, or `PackedSegment` for tokens and decisions."""
 
 LatentRows = RolloutTrack[LatentSegment]
-TokenRows = RolloutTrack[TextSegment]
+TokenRows = RolloutTrack[PackedSegment]
 
 Part = tuple[int, ...]
 """The entries of a row that one forward pass covers: a group of denoising steps, a group of training times, or `(0,)`

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unirl.algorithms.base import LOSS_RMS, START, Backward, LatentRows, LossResult, Part, PolicyOutputs
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
-from unirl.algorithms.shared.critic import OLD_VALUE, Critic, GAEInputs, StepCredit, gae, outcome_rewards
+from unirl.algorithms.shared.critic import OLD_VALUE, GAEInputs, OutcomeCritic, StepCredit, gae, outcome_rewards
 from unirl.algorithms.shared.surrogate import weighted_sum
 from unirl.config.errors import InvalidValueError
 from unirl.models.denoising.stage import DiffusionStage
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffusionPPO(Critic[DiffusionStage, LatentSegment], DiffusionGRPO):
+class DiffusionPPO(OutcomeCritic[DiffusionStage, LatentSegment], DiffusionGRPO):
     """L = mean over rows and stochastic steps of  P_i + vf_coef V_i.
 
     P_i  the clipped surrogate of `DiffusionGRPO`, with the advantage A_i of the step instead of that of the sample

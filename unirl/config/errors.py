@@ -215,6 +215,10 @@ class SamplingMismatchError(EngineError, code=10006):
     """A server sampled with other settings than those of the request: noise levels, guidance, or stochastic steps."""
 
 
+class EpisodeError(WorkerError, code=10007):
+    """Environments fail so often that no episodes are left to train on."""
+
+
 # Stopped early, with a checkpoint
 
 

@@ -42,8 +42,8 @@ class RewardScorer(ABC):
     """Scores the rows of a request. The score of a row depends on that row alone."""
 
     reads: tuple[str, ...]
-    """Columns of the request that the scorer needs: prompts, images, videos, texts, lengths, sources, metadata.
-    The other columns are None."""
+    """Columns of the request that the scorer needs: prompts, images, videos, texts, lengths, episodes, sources,
+    metadata. The other columns are None."""
     reads_levels: bool = False
     """True: `score` takes images and videos as uint8, as they are stored, and converts the rows that it works on.
     False: it gets all of them as floats in [0, 1], which need four times the memory."""

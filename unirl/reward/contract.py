@@ -17,7 +17,7 @@ from unirl.reward.base import RewardScorer
 from unirl.types.protocols import Capabilities
 from unirl.types.reward import Answer, RewardRequest, RewardResponse, ScoringFailure
 
-COLUMNS = ("prompts", "images", "videos", "texts", "lengths", "sources", "metadata")
+COLUMNS = ("prompts", "images", "videos", "texts", "lengths", "episodes", "sources", "metadata")
 """The columns that a scorer may read."""
 COMPONENT = re.compile(r"[\w.+-]+")
 """The name of a component, which is a word of a metric (unirl/tracking/metrics.py)."""

@@ -24,7 +24,7 @@ from unirl.reward.base import RewardScorer
 from unirl.reward.contract import check_scorer
 from unirl.reward.failures import STRICT, FailurePolicy
 from unirl.reward.scoring import checked_score, name_of, objective_of, unscorable
-from unirl.types.primitives import Images, Texts, Videos
+from unirl.types.primitives import Episodes, Images, Texts, Videos
 from unirl.types.reward import ResponseLength, RewardRequest, RewardResponse
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp, RolloutTrack
@@ -208,6 +208,7 @@ class RewardService:
             images=media.of(Images, "images").pixels if "images" in reads else None,
             videos=media.of(Videos, "videos") if "videos" in reads else None,
             texts=media.of(Texts, "texts").texts if "texts" in reads else None,
+            episodes=media.of(Episodes, "episodes") if "episodes" in reads else None,
             sources=media.sources([uris[row] for row in rows]) if "sources" in reads else None,
             metadata=[req.metadata[row] for row in rows] if "metadata" in reads else None,
             places=None if req.places is None else [req.places[row] for row in rows],

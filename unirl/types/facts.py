@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from unirl.types.environments import ActionSpace, EnvironmentSpaces
 from unirl.types.protocols import GuidanceLike, SigmaScheduleLike
 from unirl.types.sampling import (
+    ActionSamplingParams,
     ARSamplingParams,
     DiffusionSamplingParams,
     ImageTokenSamplingParams,
@@ -249,6 +252,46 @@ class ImageTokenFacts(LanguageFacts):
 
     def _params(self, sampling: Sampling) -> ImageTokenSamplingParams:
         return sampling_as(ImageTokenSamplingParams, sampling, f"{self.family} samples with")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActionFacts(ModelFacts):
+    """Facts about a policy that acts in environments."""
+
+    trainable_attr: str = "policy"
+    block_class_names: tuple[str, ...] = ()
+    lora_targets: tuple[str, ...] = ()
+    observations: Mapping[str, tuple[int, ...]]
+    """The shapes of the observations that it reads, by key."""
+    actions: ActionSpace
+    chunk: int = 1
+    """Actions that it decides on at a time."""
+
+    def tokens_of(self, sampling: Sampling) -> int:
+        """The decisions of a row; 1 if the settings do not bound them."""
+        return sampling_as(ActionSamplingParams, sampling, self.family).max_steps or 1
+
+    def check(self, sampling: Sampling) -> None:
+        """Raises ValueError for settings of something else than actions."""
+        sampling_as(ActionSamplingParams, sampling, f"{self.family} samples with")
+
+    def misfit(self, spaces: EnvironmentSpaces) -> str | None:
+        """Why the policy cannot act in environments with these spaces, and the way out; None if it can."""
+        for key, shape in self.observations.items():
+            if key not in spaces.observations:
+                shown = ", ".join(spaces.observations)
+                return f"the policy reads the observation {key!r}, and the environment shows {shown}. Name one of these"
+            if tuple(shape) != tuple(spaces.observations[key]):
+                return (
+                    f"the policy reads {key!r} of shape {list(shape)}, and the environment shows "
+                    f"{list(spaces.observations[key])}. Set the shape of the environment"
+                )
+        if self.actions != spaces.actions:
+            return (
+                f"the policy takes {self.actions.describe()}, and the environment has {spaces.actions.describe()}. "
+                "Choose a policy for these"
+            )
+        return None
 
 
 @dataclass(frozen=True)

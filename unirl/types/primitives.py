@@ -203,10 +203,27 @@ def _shown_size(height: int, width: int) -> tuple[int, int]:
     return max(1, round(height * scale)), max(1, round(width * scale))
 
 
-Decoded = Texts | Images | Videos
+@dataclass(kw_only=True, eq=False)
+class Episodes(Batch):
+    """What became of the episodes of each row, for scorers and for people to look at."""
+
+    returns: Tensor = row()  # [B] float32, mean over the episodes of a row of the sum of their rewards
+    success: Tensor = row()  # [B] float32, fraction of the episodes in which the environment reported success
+    lengths: Tensor = row()  # [B] float32, mean number of steps of the environment
+    videos: Videos | None = row(optional=True)  # the first episode of each row; None if nothing was drawn
+
+    def preview(self) -> Texts | VideoPreviews:
+        """The videos, or a line of numbers for each row if there are none."""
+        if self.videos is not None:
+            return self.videos.preview()
+        numbers = zip(self.returns.tolist(), self.lengths.tolist(), self.success.tolist(), strict=True)
+        return Texts(texts=[f"return {r:.4g}, {n:.4g} steps, success {s:.0%}" for r, n, s in numbers])
+
+
+Decoded = Texts | Images | Videos | Episodes
 """The decoded samples of a track."""
 
 Preview = Texts | ImagePreviews | VideoPreviews
 """The same for people to look at. Previews are small, so the driver can hold them."""
 
-Modality = Literal["text", "image", "video"]
+Modality = Literal["text", "image", "video", "action"]

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from unirl.types.batch import take_rows
-from unirl.types.primitives import Metadata, Videos, unit
+from unirl.types.primitives import Episodes, Metadata, Videos, unit
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class RewardRequest:
     texts: Sequence[str] | None = None  # generated text
     lengths: Sequence[ResponseLength] | None = None  # of the generated texts
     sources: Sequence[Sequence[Tensor]] | None = None  # per row, the images [3, H, W] in [0, 1] of its prompt
+    episodes: Episodes | None = None  # what became of the episodes of each row
     metadata: Sequence[Metadata] | None = None
     places: Sequence[str] | None = None  # file and line of each row's prompt, for messages; a scorer gets None
 

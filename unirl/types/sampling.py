@@ -414,3 +414,61 @@ class ImageTokenSamplingParams(ARSamplingParams):
 
     def at_size(self, height: int, width: int) -> Self:
         return dataclasses.replace(self, height=height, width=width)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActionSamplingParams:
+    """Sampling settings of a policy that acts in environments. A sample, or row, is what one environment did."""
+
+    max_steps: int | None = None
+    """Decisions of a row, at most; absent = until the environment ends the episode."""
+    continuing: bool = False
+    """A row goes on with further episodes until it has `max_steps` decisions; false = a row is one episode."""
+    samples_per_prompt: int = 1
+    """N, the number of rows that begin alike: a group. Each has an environment of its own."""
+    deterministic: bool = False
+    """Take the most likely action in place of a random one; valid in evaluation only."""
+    seed: int = 42
+    """Seed of all randomness of the run: starts of episodes, actions, initial weights."""
+
+    evaluation_keys: ClassVar[tuple[str, ...]] = ()
+    toy: ClassVar[Mapping[str, object]] = {"max_steps": 16, "samples_per_prompt": 4}
+
+    def __post_init__(self) -> None:
+        _check_at_least(self, "samples_per_prompt", 1)
+        if self.max_steps is not None:
+            _check_at_least(self, "max_steps", 1)
+        elif self.continuing:
+            raise ValueError("sampling.continuing=true needs sampling.max_steps, the number of decisions of a row")
+
+    @property
+    def rows_per_sample(self) -> int:
+        return 1
+
+    def describe(self) -> str:
+        """For example `episodes of at most 200 decisions`."""
+        if self.continuing:
+            return f"rows of {self.max_steps} decisions"
+        return "whole episodes" if self.max_steps is None else f"episodes of at most {self.max_steps} decisions"
+
+    def density_problem(self, step: int) -> str | None:
+        """Reports that the most likely action has no log-prob."""
+        if not self.deterministic:
+            return None
+        return "sampling.deterministic=true takes the most likely action. Write ~sampling.deterministic"
+
+    def variety_problem(self, step: int) -> str | None:
+        """Reports that rows that begin alike and act alike are equal."""
+        return self.density_problem(step)
+
+    def at_size(self, height: int, width: int) -> Self:
+        """Raises ValueError: the pixels of an observation are those of its environment."""
+        raise ValueError(
+            f"data_source.sizes has {height} x {width} pixels, but the samples are episodes. Write ~data_source.sizes"
+        )
+
+    def for_evaluation(self, settings: EvaluationSettings) -> Self:
+        """One episode for each row, with the most likely actions."""
+        most = None if self.continuing else self.max_steps
+        whole = dataclasses.replace(self, continuing=False, deterministic=True, max_steps=most)
+        return dataclasses.replace(whole, **settings)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -100,33 +102,50 @@ def stored_positions(sde_indices: Sequence[int], num_steps: int) -> tuple[int, .
 
 
 @dataclass(kw_only=True, eq=False)
-class TextSegment(Segment):
-    """Sampled tokens, packed. Log-probs are those of the tempered distribution before top_k and top_p.
+class PackedSegment(Segment):
+    """Rows of different lengths, end to end: the tokens of responses, or the decisions of episodes.
 
-    Values at tokens that are context only are never read; they need not be finite. Log-probs are NaN if the engine
-    reports none (`Capabilities.old_logp`).
+    Values at elements that are context only are never read; they need not be finite.
     """
 
-    tokens: Tensor = packed()  # [sum L] int64
-    logp: Tensor = packed()  # [sum L] log-prob per token under the sampling policy, nats
-    loss_mask: Tensor = packed()  # [sum L] bool, False at tokens that are context only
+    elements: ClassVar[str]
+    """What one element is, in the plural, for logs."""
+
+    logp: Tensor = packed()  # [sum L] log-prob per element under the sampling policy, nats
+    loss_mask: Tensor = packed()  # [sum L] bool, False at elements that are context only
     offsets: Tensor = packed_offsets()  # [B + 1]
-    finished: Tensor = row()  # [B] bool, True if the response ended, False if it was truncated
-    temperature: float = shared()
-    top_p: float = shared()
-    top_k: int = shared()
+    finished: Tensor = row()  # [B] bool, True if the row ended by itself, False if it was cut off
     anchors: dict[str, Tensor] = packed(heavy=True)  # name -> [sum L, ...] outputs of other weights
 
     @property
     def lengths(self) -> Tensor:
-        """[B] number of tokens per row."""
+        """[B] number of elements per row."""
         return torch.diff(self.offsets)
 
     def log_ratios(self, part: Sequence[int], logp: Tensor, weights: Tensor) -> dict[str, LogRatio]:
-        """Differences between `logp` [sum L] and the recorded log-probs, over all tokens."""
+        """Differences between `logp` [sum L] and the recorded log-probs, over all elements."""
         lengths = to_device(self.lengths, logp.device)
         counts = torch.where(self.loss_mask, weights.repeat_interleave(lengths, output_size=len(logp)), 0.0)
-        return {"tokens": (torch.where(counts > 0, logp - self.logp, 0.0), counts)}
+        return {self.elements: (torch.where(counts > 0, logp - self.logp, 0.0), counts)}
+
+    def costs(self) -> Tensor | None:
+        """[B] number of elements per row."""
+        return self.lengths
+
+
+@dataclass(kw_only=True, eq=False)
+class TextSegment(PackedSegment):
+    """Sampled tokens. Log-probs are those of the tempered distribution before top_k and top_p.
+
+    Log-probs are NaN if the engine reports none (`Capabilities.old_logp`).
+    """
+
+    elements: ClassVar[str] = "tokens"
+
+    tokens: Tensor = packed()  # [sum L] int64
+    temperature: float = shared()
+    top_p: float = shared()
+    top_k: int = shared()
 
     def statistics(self) -> dict[str, float]:
         """Lengths of the responses in tokens, and the fraction that was truncated."""
@@ -143,10 +162,6 @@ class TextSegment(Segment):
         """[B] number of tokens of each response, and whether it ended by itself."""
         rows = zip(self.lengths.tolist(), self.finished.tolist(), strict=True)
         return [{"tokens": tokens, "finished": finished} for tokens, finished in rows]
-
-    def costs(self) -> Tensor | None:
-        """[B] number of tokens per row."""
-        return self.lengths
 
 
 @dataclass(kw_only=True, eq=False)
@@ -171,3 +186,75 @@ class ImageTokenSegment(TextSegment):
     def costs(self) -> Tensor | None:
         """[B] number of tokens per row, those of the unconditional branch included."""
         return self.lengths * (2 if self.is_guided else 1)
+
+
+@dataclass(kw_only=True, eq=False)
+class ActionSegment(PackedSegment):
+    """What a policy did in environments. An element is one decision: an action, or a chunk of actions in one go.
+
+    A row is one episode, or several in turn. Where an episode was cut off, a further element with loss_mask False has
+    the observation that followed, so what comes after a decision that did not terminate is always the next element.
+    """
+
+    elements: ClassVar[str] = "decisions"
+
+    observations: dict[str, Tensor] = packed(heavy=True)  # key -> [sum L, ...] what the policy saw
+    actions: Tensor = packed(heavy=True)  # [sum L, ...] what the policy drew, in the form in which it replays it
+    rewards: Tensor = packed()  # [sum L] float32, of the environment; summed over a chunk
+    terminated: Tensor = packed()  # [sum L] bool, the episode reached an end of the task with this decision
+    truncated: Tensor = packed()  # [sum L] bool, the environment cut the episode off after this decision
+    success: Tensor = packed()  # [sum L] bool, the environment reported success
+    num_steps: Tensor = packed()  # [sum L] int64 steps of the environment; more than 1 for a chunk, 0 at context
+
+    @property
+    def ends(self) -> Tensor:
+        """[sum L] bool, nothing follows this decision in its episode: it ended, or the row did."""
+        follows = torch.zeros_like(self.loss_mask)
+        follows[:-1] = self.loss_mask[1:]
+        follows[to_device(self.offsets[1:] - 1, follows.device)] = False
+        return self.loss_mask & (self.terminated | self.truncated | ~follows)
+
+    def episodes(self) -> list[list[slice]]:
+        """[B] the decisions of each episode of a row, in order, as slices of the packed fields.
+
+        The last one is left out if the row ended before it, unless the row has no other.
+        """
+        bounds = self.offsets.tolist()
+        decided, last = (torch.nonzero(mask)[:, 0] for mask in (self.loss_mask, self.ends))
+        # An episode starts at the first decision after the end of the one before it.
+        before = torch.cat([last.new_tensor([-1])[: len(last)], last[:-1]])
+        starts = decided[torch.searchsorted(decided, before, right=True)]
+        complete = (self.terminated | self.truncated)[last]
+        found: list[list[slice]] = [[] for _ in range(len(self))]
+        for start, stop, is_complete in zip(starts.tolist(), last.tolist(), complete.tolist(), strict=True):
+            row = bisect_right(bounds, start) - 1
+            if is_complete or not found[row]:
+                found[row].append(slice(start, stop + 1))
+        return found
+
+    def totals(self) -> dict[str, list[list[float]]]:
+        """[B] `returns`, `steps` and `success` of each episode of a row."""
+        rows = self.episodes()
+        return {
+            "returns": [[float(self.rewards[each].double().sum()) for each in row] for row in rows],
+            "steps": [[float(self.num_steps[each].sum()) for each in row] for row in rows],
+            "success": [[float(self.success[each].any()) for each in row] for row in rows],
+        }
+
+    def statistics(self) -> dict[str, float]:
+        """Return and length of the episodes, and the fraction of them with a success."""
+        flat = {name: [value for row in rows for value in row] for name, rows in self.totals().items()}
+        count = len(flat["returns"])
+        return {
+            "env/return": sum(flat["returns"]) / count,
+            "env/length": sum(flat["steps"]) / count,
+            "env/success_once": sum(flat["success"]) / count,
+            "env/episodes": float(count),
+            "samples/env_steps": float(self.num_steps.sum()),
+        }
+
+    def facts(self) -> list[Facts]:
+        """[B] number of episodes of each row, their steps, and whether one of them succeeded."""
+        totals = self.totals()
+        rows = zip(totals["steps"], totals["success"], strict=True)
+        return [{"episodes": len(steps), "steps": int(sum(steps)), "success": any(success)} for steps, success in rows]

@@ -38,45 +38,36 @@ OutcomeSource = Literal["advantages", "rewards"]
 
 @dataclass(frozen=True, kw_only=True)
 class Critic(StageAlgorithm[StageT, SegmentT]):
-    """The recipe keys of a loss with a value head.
+    """The recipe keys of a loss with a value head, which learns the return of each step.
 
-    A row returns its outcome at its last step and nothing before. GAE turns the outcome and the old values into one
-    advantage per step. The value head learns the return of each step.
+    GAE turns the rewards and the old values into one advantage per step.
     """
 
     gamma: float = 1.0
     """Discount per trained step or token."""
     lam: float = 0.95
     """lambda of GAE: 1 uses the outcome alone, 0 the value of the next step or token alone."""
-    outcome: OutcomeSource = "advantages"
-    """Outcome of a row: the driver's normalised advantage, or the raw reward, whose scale V must learn."""
     vf_coef: float = 0.5
     """Factor of the value loss. The value head has its own weights and optimizer group."""
     value_clip: float | None = 0.2
-    """Largest distance of V from V_old in the loss, in units of the outcome; null = no clip."""
+    """Largest distance of V from V_old in the loss, in units of the reward; null = no clip."""
     value_huber: float | None = None
-    """Error of V beyond which the value loss is linear (Huber), in units of the outcome; null = squared everywhere."""
+    """Error of V beyond which the value loss is linear (Huber), in units of the reward; null = squared everywhere."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, value in (("gamma", self.gamma), ("lam", self.lam)):
             check_key(0.0 <= value <= 1.0, f"algorithm.{name}", "lie in [0, 1]", value, "1 is usual")
-        check_above(0.0, "without a value head, use DiffusionGRPO or ARGRPO", vf_coef=self.vf_coef)
+        check_above(0.0, "without a value head, use the GRPO loss of the domain", vf_coef=self.vf_coef)
         check_above(0.0, "write null for no clip", value_clip=self.value_clip)
         check_above(0.0, "write null for the squared error", value_huber=self.value_huber)
 
     @property
     def needs(self) -> Needs:
-        return replace(super().needs, value=True, advantages=self.outcome == "advantages")
+        return replace(super().needs, value=True)
 
     def anchors(self) -> Mapping[str, Anchor]:
         return {**super().anchors(), OLD_VALUE: Anchor("live", "value")}
-
-    def row_return(self, rows: RolloutTrack) -> Float[Tensor, "B"]:
-        """[B] the outcome of each row."""
-        outcome = rows.rewards if self.outcome == "rewards" else rows.advantages
-        assert outcome is not None, "training needs rewards and advantages: compute_advantages comes before train_track"
-        return outcome
 
     def value_losses(
         self,
@@ -93,6 +84,24 @@ class Critic(StageAlgorithm[StageT, SegmentT]):
                 moved = ((values - old).abs() > self.value_clip).float()
             metrics["train/value_clip_fraction"] = mean_metric(moved, weights)
         return losses, metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutcomeCritic(Critic[StageT, SegmentT]):
+    """A loss with a value head on rows that return their outcome at the last step, and nothing before."""
+
+    outcome: OutcomeSource = "advantages"
+    """Outcome of a row: the driver's normalised advantage, or the raw reward, whose scale V must learn."""
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, advantages=self.outcome == "advantages")
+
+    def row_return(self, rows: RolloutTrack) -> Float[Tensor, "B"]:
+        """[B] the outcome of each row."""
+        outcome = rows.rewards if self.outcome == "rewards" else rows.advantages
+        assert outcome is not None, "training needs rewards and advantages: compute_advantages comes before train_track"
+        return outcome
 
 
 @dataclass(frozen=True)

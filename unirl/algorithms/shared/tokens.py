@@ -1,6 +1,6 @@
-"""Base class of losses over packed tokens: anchors, aggregation, KL to the reference, entropy, engine mismatch.
+"""Base class of losses over packed elements: anchors, aggregation, KL to the reference, entropy, engine mismatch.
 
-A loss adds `surrogate`, one function of packed log-ratios.
+An element is a token, or a decision in an environment. A loss adds `surrogate`, one function of packed log-ratios.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from unirl.algorithms.shared.packed import (
 )
 from unirl.algorithms.shared.surrogate import fraction_metrics, mean_metric, spread_metrics, weighted_sum
 from unirl.config.errors import InvalidValueError
-from unirl.models.language.stage import TokenReplay, TokenStage
+from unirl.models.language.stage import AnyTokenStage, TokenReplay
 from unirl.types.device import to_device
 from unirl.types.protocols import REFERENCE, Anchor, Needs, TrainingProgress
 from unirl.types.results import Metric, Metrics
 from unirl.types.sampling import ARSamplingParams
-from unirl.types.segments import TextSegment
+from unirl.types.segments import PackedSegment
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -77,7 +77,7 @@ class Surrogate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenLoss(PolicyGradient[TokenStage, TextSegment]):
+class TokenLoss(PolicyGradient[AnyTokenStage, PackedSegment]):
     """L = agg( c P + beta KL(pi_theta || reference) - eta H(pi_theta) ) over tokens.
 
     P is the policy loss of a subclass (its `surrogate`), c the mismatch weight of an engine with other numerics, agg
@@ -148,7 +148,7 @@ class TokenLoss(PolicyGradient[TokenStage, TextSegment]):
 
     # The contract of StageAlgorithm
 
-    def parts(self, segment: TextSegment) -> list[Part]:
+    def parts(self, segment: PackedSegment) -> list[Part]:
         return [(0,)]  # one part: all tokens at once
 
     def count(self, rows: TokenRows) -> float:
@@ -158,10 +158,10 @@ class TokenLoss(PolicyGradient[TokenStage, TextSegment]):
         """[sum L] an anchor. None before the anchor pass has filled it."""
         return rows.segment.anchors.get(name)
 
-    def measure(self, stage: TokenStage, rows: TokenRows, part: Part) -> PolicyOutputs:
+    def measure(self, stage: AnyTokenStage, rows: TokenRows, part: Part) -> PolicyOutputs:
         return self._outputs(self.replay(stage, rows))
 
-    def loss(self, stage: TokenStage, rows: TokenRows, part: Part, now: TrainingProgress = START) -> LossResult:
+    def loss(self, stage: AnyTokenStage, rows: TokenRows, part: Part, now: TrainingProgress = START) -> LossResult:
         """One forward over all tokens, then the sum of policy loss, KL, entropy and the terms of the subclass."""
         replay = self.replay(stage, rows, entropy=self.entropy_coef > 0.0)
         tokens = self.tokens(replay.logp, rows, part)
@@ -197,7 +197,7 @@ class TokenLoss(PolicyGradient[TokenStage, TextSegment]):
             live = live & rows.segment.finished.to(live.device)
         return RowOffsets.of(rows.segment.offsets, rows.segment.loss_mask, live)
 
-    def replay(self, stage: TokenStage, rows: TokenRows, *, entropy: bool = False) -> TokenReplay:
+    def replay(self, stage: AnyTokenStage, rows: TokenRows, *, entropy: bool = False) -> TokenReplay:
         """The outputs of the stage's current weights at all tokens of `rows`."""
         return stage.replay(rows.conditions, rows.segment, entropy=entropy)
 

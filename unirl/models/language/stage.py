@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from unirl.types.conditions import Conditions, PromptTokens
 from unirl.types.device import to_device
 from unirl.types.facts import LanguageFacts
 from unirl.types.sampling import ARSamplingParams
-from unirl.types.segments import TextSegment
+from unirl.types.segments import PackedSegment, TextSegment
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -47,8 +47,11 @@ class TokenReplay:
     values: Tensor | None = None  # [sum L] fp32, V of the state before each token; only if requested
 
 
-class TokenStage(Protocol):
-    """A policy over tokens. The result of a row does not depend on the other rows of its batch."""
+PackedT_contra = TypeVar("PackedT_contra", bound=PackedSegment, contravariant=True)
+
+
+class TokenStage(Protocol[PackedT_contra]):
+    """A policy over packed elements: tokens, or decisions in environments. Rows do not depend on each other."""
 
     value_head: nn.Module | None
     """Critic head, [N] from hidden states [N, D], created by the train backend. None unless `Needs.value` is set."""
@@ -59,7 +62,7 @@ class TokenStage(Protocol):
     def replay(
         self,
         conditions: Conditions,
-        segment: TextSegment,
+        segment: PackedT_contra,
         *,
         entropy: bool = False,
         values: ValueGradient | None = None,
@@ -73,6 +76,10 @@ class TokenStage(Protocol):
             values: compute values from the hidden states that the logits are made of, and differentiate them this
                 far. None computes no values.
         """
+
+
+AnyTokenStage = TokenStage[Any]
+"""A policy over packed elements of a kind that only the policy knows."""
 
 
 class ARStage:

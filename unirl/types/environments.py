@@ -1,0 +1,103 @@
+"""The contract of environments: what a policy observes, how it acts, and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+Observations = dict[str, Tensor]
+"""Observations by key, such as `state`: [B, *shape] float32, or uint8 for pixels, on the CPU."""
+
+STATE = "state"
+"""The key of the observations of an environment whose observation is one array."""
+
+
+@dataclass(frozen=True)
+class DiscreteActions:
+    """Actions 0 to count - 1. A policy acts with one int64 number per environment."""
+
+    count: int
+
+    def describe(self) -> str:
+        """For example `2 discrete actions`."""
+        return f"{self.count} discrete actions"
+
+
+@dataclass(frozen=True)
+class ContinuousActions:
+    """Vectors of `size` numbers in [-1, 1], A. The environment scales them to its own bounds."""
+
+    size: int
+
+    def describe(self) -> str:
+        """For example `6 continuous actions`."""
+        return f"{self.size} continuous actions"
+
+
+ActionSpace = DiscreteActions | ContinuousActions
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentSpaces:
+    """What an environment shows, and what it takes."""
+
+    observations: Mapping[str, tuple[int, ...]]
+    """The shape of an observation, by key."""
+    actions: ActionSpace
+    most_steps: int | None = None
+    """The step after which the environment truncates an episode. None: it does not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeStart:
+    """Everything that decides how an episode begins."""
+
+    seed: int
+    """Equal seeds start equal episodes, if the environment is keyed."""
+    task: str = ""
+    """The instruction, for environments and policies with several tasks."""
+    options: Mapping[str, object] = field(default_factory=dict)
+    """What the environment itself knows by name, such as the number of a recorded initial state."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentStep:
+    """What B environments returned for one action each. No environment starts another episode by itself."""
+
+    observations: Observations  # [B, ...] the state that the action led to, also where the episode ended
+    rewards: Tensor  # [B] float32
+    terminated: Tensor  # [B] bool, True = the episode reached an end of the task: no reward can follow
+    truncated: Tensor  # [B] bool, True = the episode was cut off, such as at a step limit
+    success: Tensor  # [B] bool, True = the environment reports success; False if it never does
+    faults: Mapping[int, str] = field(default_factory=dict)
+    """The reason by entry of the batch, where the environment failed. Such an episode is over and must not count."""
+
+
+class Environment(Protocol):
+    """A set of environments of one kind. A slot holds one of them, which is made when the slot is first reset.
+
+    `unirl.testing.check_environment` checks an implementation.
+    """
+
+    spaces: EnvironmentSpaces
+    is_keyed: bool
+    """True: a start and the actions decide an episode. False: runs cannot repeat, and are compared statistically."""
+
+    def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> Observations:
+        """Start one episode in each slot, and return the first observations [B, ...].
+
+        Raises:
+            EpisodeError: a slot cannot start an episode, even after it was made anew.
+        """
+
+    def step(self, slots: Sequence[int], actions: Tensor) -> EnvironmentStep:
+        """Take one action in each slot: [B] int64, or [B, A] float32 in [-1, 1]. Numbers outside are clipped."""
+
+    def render(self, slots: Sequence[int]) -> Tensor | None:
+        """[B, 3, H, W] uint8 pictures of the slots. None if the environment draws none."""
+
+    def close(self) -> None:
+        """Free all slots and their processes."""

@@ -18,7 +18,14 @@ SUFFIXES = (".yaml", ".yml")
 LIKELY = 0.6
 """Smallest similarity at which a file is suggested for one that does not exist."""
 
-DOMAIN_OF = {"diffusion": "diffusion", "vlm": "vlm", "llm": "vlm", "pe": "pe", "unified_model": "unified_model"}
+DOMAIN_OF = {
+    "diffusion": "diffusion",
+    "vlm": "vlm",
+    "llm": "vlm",
+    "pe": "pe",
+    "unified_model": "unified_model",
+    "embodied": "embodied",
+}
 """Folder of recipes to the domain whose entrypoint, `python -m unirl.train_<domain>`, trains them."""
 
 DRPO_SGLANG = "qwen3_ar_drpo_4b_base_dapo_sglang", "qwen3_ar_drpo_4b_base_dpao_sglang"

@@ -103,8 +103,7 @@ class Places:
     def training(self, train: Group, bundle: Bundle, stages: Mapping[str, object]) -> Training:
         """The backend, which prepares the bundle's module for training in place, and the stacks."""
         config = self.config
-        updates = config.total_updates * updates_of_step(config.stack, len(self.trained))
-        run = {"seed": config.seed, "run_updates": updates}
+        run = {"seed": config.seed, "run_updates": updates_of_run(config, len(self.trained))}
         backend = self.node(train, "backend", TrainBackend, config.backend, bundle=bundle, **run)
         if len(self.tracks) == 1:
             [(track, stage)] = stages.items()
@@ -188,9 +187,17 @@ def place_dedicated(places: Places, reward: RewardService) -> Roles:
     )
 
 
-def updates_of_step(stack: Node, num_tracks: int) -> int:
-    """Optimizer updates for each update of the row layout: one for all tracks, or one for each."""
-    return num_tracks if stack.get("schedule", str) == "alternating" else 1
+def updates_of_run(config: RecipeConfig, num_tracks: int) -> int | None:
+    """Optimizer updates of a run, at most; None if episodes have no limit, and each decision is trained by itself."""
+    stack, size = config.stack, config.stack.get("minibatch_size", int)
+    if size is None:
+        # An update of the row layout trains all tracks at once, or each in turn.
+        return config.total_updates * (num_tracks if stack.get("schedule", str) == "alternating" else 1)
+    decisions = config.sampling.get("max_steps", int)
+    if decisions is None:
+        return None
+    of_epoch = -(-config.batch_size * config.samples_per_prompt * decisions // size)
+    return config.num_rollouts * stack.require("epochs", int) * of_epoch
 
 
 # What runs on a worker

@@ -109,6 +109,10 @@ class Batch(Rows):
         names = [name for name, declared in self.kinds().items() if declared is kind]
         return [(name, self.__dict__[name]) for name in names if self.__dict__[name] is not None]
 
+    def packed_fields(self) -> dict[str, Any]:
+        """The values of the packed fields, by name."""
+        return dict(self._values(Kind.PACKED))
+
     def __len__(self) -> int:
         sizes = [num_rows(value) for _, value in self._values(Kind.ROW)]
         sizes += [len(bounds) - 1 for _, bounds in self._values(Kind.OFFSETS)]

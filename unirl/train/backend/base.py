@@ -127,6 +127,8 @@ class TrainBackend(ABC):
     """Trainable parameters by their names in `module`."""
     updates: int
     """Number of optimizer updates done."""
+    seed: int
+    """The seed of the run."""
 
     @abstractmethod
     def backward(self, loss: Tensor, last: bool) -> None:

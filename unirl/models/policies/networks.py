@@ -1,0 +1,306 @@
+"""Networks of policies that act: from observations to a distribution over actions.
+
+    observations --encoder--> features --output layer--> parameters of a distribution --> actions, log-probs
+
+Each kind of policy says what a recorded action is (`draw`), how likely it was (`log_prob`), and what the environment
+gets of it (`executed`). Everything else is `PolicyNetwork`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributions import Categorical, Normal
+from torch.nn.functional import softplus
+
+from unirl.types.environments import ActionSpace, ContinuousActions, DiscreteActions, Observations
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Shaped
+
+Outputs = dict[str, Tensor]
+Activation = Literal["tanh", "relu", "silu"]
+ACTIVATIONS: Mapping[Activation, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
+Shapes = Mapping[str, Sequence[int]]
+"""The shapes of observations by key."""
+
+
+class ObservationEncoder(nn.Module):
+    """Features [N, width] of observations: layers of `width` units, for pictures after convolutions.
+
+    The convolutions are those of Mnih et al. 2015 (doi:10.1038/nature14236).
+    """
+
+    def __init__(self, shapes: Shapes, width: int, depth: int, activation: Activation) -> None:
+        super().__init__()
+        self.shapes = {key: tuple(shape) for key, shape in shapes.items()}
+        act = ACTIVATIONS[activation]
+        self.pictures = nn.ModuleDict(
+            {key: picture_layers(shape[0]) for key, shape in self.shapes.items() if len(shape) == 3}
+        )
+        sizes = (
+            [self._features_of(key) for key in self.shapes] if self.pictures else [sum(map(math.prod, shapes.values()))]
+        )
+        layers: list[nn.Module] = []
+        size = sum(sizes)
+        for _ in range(depth):
+            layers += [nn.Linear(size, width), act()]
+            size = width
+        self.layers = nn.Sequential(*layers)
+
+    def _features_of(self, key: str) -> int:
+        shape = self.shapes[key]
+        if key not in self.pictures:
+            return math.prod(shape)
+        with torch.no_grad():
+            return int(self.pictures[key](torch.zeros(1, *shape)).shape[1])
+
+    def forward(self, observations: Observations) -> Tensor:
+        """Features [N, width] of observations [N, *shape]; pictures may be uint8."""
+        parts = [
+            self.pictures[key](unit_scaled(observations[key]))
+            if key in self.pictures
+            else observations[key].flatten(1).float()
+            for key in self.shapes
+        ]
+        return self.layers(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
+
+
+def picture_layers(channels: int) -> nn.Sequential:
+    """Three convolutions from [N, channels, H, W] to [N, features]."""
+    return nn.Sequential(
+        nn.Conv2d(channels, 32, 8, stride=4),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 4, stride=2),
+        nn.ReLU(),
+        nn.Conv2d(64, 64, 3),
+        nn.ReLU(),
+        nn.Flatten(),
+    )
+
+
+def unit_scaled(picture: Tensor) -> Tensor:
+    """Pixels in [0, 1]: levels of uint8 are divided by 255."""
+    return picture.float() / 255 if picture.dtype == torch.uint8 else picture
+
+
+def initialise(module: nn.Module, gain: float) -> None:
+    """Orthogonal weights and biases of zero (Saxe et al. 2014, arXiv:1312.6120). Uses torch's generator."""
+    for layer in module.modules():
+        if isinstance(layer, (nn.Linear, nn.Conv2d)):
+            nn.init.orthogonal_(layer.weight, gain)
+            assert layer.bias is not None
+            nn.init.zeros_(layer.bias)
+
+
+class PolicyNetwork(nn.Module):
+    """A stochastic policy over actions.
+
+    `forward` draws actions, or gives the log-probs of recorded ones. Everything happens inside of it, since FSDP2 hooks
+    the call of the root module.
+    """
+
+    noise: ClassVar[Literal["normal", "uniform"]]
+    """What `draw` turns into actions: standard normal numbers, or uniform ones in [0, 1)."""
+    noise_shape: tuple[int, ...]
+    """Numbers of noise for one decision."""
+    actions: ActionSpace
+    chunk: int = 1
+    """Actions of one decision."""
+
+    def forward(
+        self,
+        observations: Observations,
+        actions: Tensor | None = None,
+        noise: Tensor | None = None,
+        entropy: bool = False,
+    ) -> Outputs:
+        """`actions` [N, ...] and their `logp` [N], nats; on request also the `entropy` [N] of the policy.
+
+        Args:
+            actions: recorded actions. None draws new ones.
+            noise: [N, *noise_shape] for new actions. None takes the most likely ones.
+        """
+        parameters = self.parameters_of(observations)
+        if actions is None:
+            actions = self.most_likely(parameters) if noise is None else self.draw(parameters, noise)
+        outputs = {"actions": actions, "logp": self.log_prob(parameters, actions)}
+        return outputs | ({"entropy": self.entropy(parameters)} if entropy else {})
+
+    @abstractmethod
+    def parameters_of(self, observations: Observations) -> Tensor:
+        """The parameters of the distribution [N, ...]."""
+
+    @abstractmethod
+    def draw(self, parameters: Tensor, noise: Tensor) -> Tensor:
+        """[N, ...] an action for each row, as it is recorded."""
+
+    @abstractmethod
+    def most_likely(self, parameters: Tensor) -> Tensor:
+        """[N, ...] the action of highest density, as it is recorded."""
+
+    @abstractmethod
+    def log_prob(self, parameters: Tensor, actions: Tensor) -> Float[Tensor, "N"]:
+        """[N] log-probs of recorded actions, nats, summed over the dimensions of an action."""
+
+    @abstractmethod
+    def entropy(self, parameters: Tensor) -> Float[Tensor, "N"]:
+        """[N] entropy, nats."""
+
+    def executed(self, actions: Shaped[Tensor, "N *recorded"]) -> Shaped[Tensor, "N chunk *action"]:
+        """What the environment gets of recorded actions, one after another."""
+        return actions[:, None]
+
+
+class EncodedPolicy(PolicyNetwork):
+    """A policy whose parameters are a linear function of the features of its observations."""
+
+    def __init__(self, shapes: Shapes, outputs: int, width: int, depth: int, activation: Activation, seed: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.encoder = ObservationEncoder(shapes, width, depth, activation)
+            self.output_layer = nn.Linear(width, outputs)
+            initialise(self.encoder, math.sqrt(2))
+            initialise(self.output_layer, 0.01)
+
+    def parameters_of(self, observations: Observations) -> Tensor:
+        return self.output_layer(self.encoder(observations))
+
+
+class CategoricalPolicy(EncodedPolicy):
+    """Discrete actions: softmax of logits [N, K]. An action is drawn by the inverse of the distribution function."""
+
+    noise = "uniform"
+    noise_shape = ()
+
+    def __init__(
+        self, shapes: Shapes, actions: DiscreteActions, width: int, depth: int, activation: Activation, seed: int
+    ) -> None:
+        super().__init__(shapes, actions.count, width, depth, activation, seed)
+        self.actions, self.count = actions, actions.count
+
+    def draw(self, parameters: Tensor, noise: Tensor) -> Tensor:
+        below = parameters.softmax(1).cumsum(1) <= noise[:, None]
+        return below.sum(1).clamp(max=self.count - 1)
+
+    def most_likely(self, parameters: Tensor) -> Tensor:
+        return parameters.argmax(1)
+
+    def log_prob(self, parameters: Tensor, actions: Tensor) -> Tensor:
+        return parameters.log_softmax(1).gather(1, actions[:, None])[:, 0]
+
+    def entropy(self, parameters: Tensor) -> Tensor:
+        return Categorical(logits=parameters, validate_args=False).entropy()
+
+
+class GaussianPolicy(EncodedPolicy):
+    """Continuous actions: N(mean(o), std^2) with one std per dimension. The environment clips to [-1, 1].
+
+    The log-prob is that of the action before the clip, as is usual for PPO.
+    """
+
+    noise = "normal"
+
+    def __init__(
+        self,
+        shapes: Shapes,
+        actions: ContinuousActions,
+        width: int,
+        depth: int,
+        activation: Activation,
+        seed: int,
+        log_std: float = 0.0,
+    ) -> None:
+        super().__init__(shapes, actions.size, width, depth, activation, seed)
+        self.actions = actions
+        self.noise_shape = (actions.size,)
+        self.log_std = nn.Parameter(torch.full((actions.size,), log_std))
+
+    def parameters_of(self, observations: Observations) -> Tensor:
+        mean = super().parameters_of(observations)
+        return torch.stack([mean, self.log_std.expand_as(mean)], dim=1)  # [N, 2, A]
+
+    def draw(self, parameters: Tensor, noise: Tensor) -> Tensor:
+        mean, log_std = parameters.unbind(1)
+        return mean + log_std.exp() * noise
+
+    def most_likely(self, parameters: Tensor) -> Tensor:
+        return parameters[:, 0]
+
+    def log_prob(self, parameters: Tensor, actions: Tensor) -> Tensor:
+        return normal_log_prob(actions, *parameters.unbind(1)).sum(1)
+
+    def entropy(self, parameters: Tensor) -> Tensor:
+        return (parameters[:, 1] + 0.5 * math.log(2 * math.pi * math.e)).sum(1)
+
+
+def normal_log_prob(x: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
+    """log N(x; mean, exp(log_std)^2), nats, elementwise."""
+    return Normal(mean, log_std.exp(), validate_args=False).log_prob(x)
+
+
+LOG_STD_BOUNDS = (-5.0, 2.0)
+"""Bounds of the log of the std of a squashed Gaussian."""
+
+
+class SquashedGaussianPolicy(EncodedPolicy):
+    """Continuous actions in (-1, 1): tanh(u), u ~ N(mean(o), std(o)^2). Haarnoja et al. 2018, arXiv:1812.05905, App. C.
+
+    u is recorded, so the log-prob is exact where tanh is saturated:
+    log pi(a) = log N(u) - sum log(1 - tanh(u)^2),  log(1 - tanh(u)^2) = 2 (log 2 - u - softplus(-2 u)).
+    """
+
+    noise = "normal"
+
+    def __init__(
+        self, shapes: Shapes, actions: ContinuousActions, width: int, depth: int, activation: Activation, seed: int
+    ) -> None:
+        super().__init__(shapes, 2 * actions.size, width, depth, activation, seed)
+        self.actions = actions
+        self.noise_shape = (actions.size,)
+
+    def parameters_of(self, observations: Observations) -> Tensor:
+        mean, free = super().parameters_of(observations).chunk(2, dim=1)
+        low, high = LOG_STD_BOUNDS
+        return torch.stack([mean, low + (high - low) * 0.5 * (free.tanh() + 1)], dim=1)  # [N, 2, A]
+
+    def draw(self, parameters: Tensor, noise: Tensor) -> Tensor:
+        mean, log_std = parameters.unbind(1)
+        return mean + log_std.exp() * noise
+
+    def most_likely(self, parameters: Tensor) -> Tensor:
+        return parameters[:, 0]
+
+    def log_prob(self, parameters: Tensor, actions: Tensor) -> Tensor:
+        squash = 2 * (math.log(2) - actions - softplus(-2 * actions))
+        return (normal_log_prob(actions, *parameters.unbind(1)) - squash).sum(1)
+
+    def entropy(self, parameters: Tensor) -> Tensor:
+        raise NotImplementedError("the entropy of a squashed Gaussian has no closed form: estimate it by -log_prob")
+
+    def executed(self, actions: Tensor) -> Tensor:
+        return actions.tanh()[:, None]
+
+
+class ObservationValueHead(nn.Module):
+    """V(o) in fp32, with an encoder of its own. It starts at 0 everywhere."""
+
+    def __init__(self, shapes: Shapes, width: int, depth: int, activation: Activation, seed: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.encoder = ObservationEncoder(shapes, width, depth, activation)
+            self.output_layer = nn.Linear(width, 1)
+            initialise(self.encoder, math.sqrt(2))
+            nn.init.zeros_(self.output_layer.weight)
+            nn.init.zeros_(self.output_layer.bias)
+
+    def forward(self, observations: Observations) -> Tensor:
+        """Values [N] of observations [N, *shape]."""
+        return self.output_layer(self.encoder(observations)).sum(1)  # not squeezed, as in ValueHead

@@ -1,0 +1,281 @@
+"""Episodes of a policy in its environments: a request in, rows of decisions out.
+
+reset -> observe -> decide -> step -> observe -> ... -> the episode ends, or the row has enough decisions
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from unirl.config.errors import EpisodeError, IncompatibleError
+from unirl.models.base import response_of
+from unirl.models.policies.bundle import PolicyBundle
+from unirl.models.policies.stage import ActionCanaryInputs, ActionStage
+from unirl.sde.noise import NoiseSource, key_seed
+from unirl.types.batch import bounds_of
+from unirl.types.environments import Environment, EnvironmentStep, EpisodeStart, Observations
+from unirl.types.facts import ActionFacts
+from unirl.types.primitives import Episodes
+from unirl.types.progress import progress
+from unirl.types.protocols import Capabilities
+from unirl.types.rollout_req import RolloutReq
+from unirl.types.rollout_resp import RolloutResp
+from unirl.types.sampling import ActionSamplingParams
+from unirl.types.segments import ActionSegment
+
+START_OPTIONS = "start"
+"""The key of a prompt's metadata with the options of its episodes."""
+NOISE_BLOCK = 256
+"""Decisions whose noise is drawn at once."""
+NUM_CANARIES = 4
+
+
+@dataclass
+class Record:
+    """The decisions of some rows, in the order of time. Every entry has the numbers of its rows beside it."""
+
+    rows: list[Tensor] = field(default_factory=list)  # each [n] int64
+    columns: dict[str, list[Tensor]] = field(default_factory=dict)  # name -> each [n, ...]
+    observations: dict[str, list[Tensor]] = field(default_factory=dict)  # key -> each [n, *shape]
+
+    def add(self, rows: Tensor, observations: Observations, **columns: Tensor) -> None:
+        """Append one entry for each of `rows` [n]."""
+        self.rows.append(rows)
+        for key, value in observations.items():
+            self.observations.setdefault(key, []).append(value)
+        for name, value in columns.items():
+            self.columns.setdefault(name, []).append(value)
+
+    def segment(self, num_rows: int, finished: Tensor) -> ActionSegment:
+        """All entries, row by row."""
+        rows = torch.cat(self.rows)
+        order = rows.argsort(stable=True)
+        columns = {name: torch.cat(values)[order] for name, values in self.columns.items()}
+        observations = {key: torch.cat(values)[order] for key, values in self.observations.items()}
+        counts = torch.bincount(rows, minlength=num_rows).tolist()
+        return ActionSegment(
+            observations=observations, offsets=bounds_of(counts), finished=finished, anchors={}, **columns
+        )
+
+
+class PolicyPipeline:
+    """Acts in environments with one policy. `chunk_size` rows of a request act side by side."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities(modalities=("action",))
+
+    def __init__(self, bundle: PolicyBundle, *, env: Environment) -> None:
+        """
+        Args:
+            env: the environments. Each row of a request acts in one of them.
+        """
+        self.bundle = bundle
+        self.facts: ActionFacts = bundle.facts
+        self.stage = bundle.stage()
+        self.env = env
+        misfit = self.facts.misfit(env.spaces)
+        if misfit is not None:
+            raise IncompatibleError(f"bundle and pipeline.env: {misfit}")
+
+    def stage_of(self, track: str) -> ActionStage:
+        """The policy, by any name."""
+        return self.stage
+
+    def generate(self, req: RolloutReq, chunk_size: int) -> RolloutResp:
+        """One row of decisions per row of the request. Rows whose environment failed have weight 0.
+
+        Raises:
+            EpisodeError: the environments of all rows failed.
+        """
+        name, params = req.only_track(ActionSamplingParams)
+        parts = [
+            Rollout(self, req.select(range(start, min(start + chunk_size, len(req)))), params).run()
+            for start in range(0, len(req), chunk_size)
+        ]
+        segment = ActionSegment.concat([part.segment() for part in parts])
+        resp = response_of(req, {}, segment, episodes_of(segment))
+        failures = [failure for part in parts for failure in part.failures]
+        if len(failures) == len(req):
+            raise EpisodeError(f"the environments of all {len(req)} rows failed. The first one: {failures[0]}")
+        failed = torch.tensor([row in part.failed for part in parts for row in range(part.count)])
+        track = resp.tracks[name]
+        return resp.with_track(name, track.replace(weight=track.weight.where(~failed, 0.0)))
+
+    def canary_inputs(self) -> ActionCanaryInputs:
+        """Fixed observations and noise."""
+        generator = torch.Generator().manual_seed(key_seed(0, "canary"))
+        shapes = {key: (NUM_CANARIES, *shape) for key, shape in self.facts.observations.items()}
+        observations = {key: torch.rand(shape, generator=generator) for key, shape in shapes.items()}
+        noise = torch.rand(NUM_CANARIES, *self.stage.policy.noise_shape, generator=generator)
+        return ActionCanaryInputs(observations=observations, noise=noise)
+
+
+class Rollout:
+    """The rows of one request, each in the slot of its own number, from the first observation to the last."""
+
+    def __init__(self, pipeline: PolicyPipeline, req: RolloutReq, params: ActionSamplingParams) -> None:
+        self.env, self.stage, self.req, self.params = pipeline.env, pipeline.stage, req, params
+        self.noise = NoiseSource(params.seed, req.purpose, req.step)
+        self.count = len(req)
+        self.limit = params.max_steps
+        if self.limit is None and self.env.spaces.most_steps is None:
+            raise IncompatibleError(
+                "sampling.max_steps is absent, and the environment sets no limit to an episode, which might never end. "
+                "Set sampling.max_steps, or the limit of the environment"
+            )
+        self.record = Record()
+        self.episodes = [0] * self.count
+        """Episodes that each row has begun."""
+        self.finished = torch.zeros(self.count, dtype=torch.bool)
+        self.failed: dict[int, str] = {}
+        self.block: Tensor | None = None
+
+    @property
+    def failures(self) -> list[str]:
+        """The reasons of the environments that failed."""
+        return list(self.failed.values())
+
+    def run(self) -> Rollout:
+        """Act until every row is done."""
+        rows = torch.arange(self.count)
+        observations = self.begin(rows.tolist())
+        decision = 0
+        while len(rows):
+            seen = {key: observations[key] for key in self.stage.facts.observations}
+            chosen = self.stage.decide(seen, self.noise_at(decision, rows))
+            decision += 1
+            after = self.act(rows, chosen["executed"])
+            columns = {"actions": chosen["actions"], "logp": chosen["logp"]}
+            self.add(rows, seen, after, columns)
+            ended = after.terminated | after.truncated
+            is_last = self.limit is not None and decision == self.limit
+            # The observation after a cut is not seen by a decision, but its value counts.
+            cut = (after.truncated | (~ended if is_last else torch.zeros_like(ended))) & ~after.terminated
+            cut &= torch.tensor([row not in self.failed for row in rows.tolist()])
+            self.add_context(rows, cut, after.observations, columns)
+            self.finished[rows] = after.terminated
+            rows, observations = self.go_on(rows, after, ended, is_last)
+            progress("decision")
+        return self
+
+    def begin(self, rows: Sequence[int]) -> Observations:
+        """Start the next episode of some rows. The first episodes of a group are equal; later ones are not."""
+        starts = []
+        for row in rows:
+            number = self.episodes[row]
+            self.episodes[row] += 1
+            id = self.req.group_ids[row] if number == 0 else self.req.sample_ids[row]
+            seed = key_seed(self.params.seed, self.noise.key(id, f"start{number}"))
+            options = self.req.metadata[row].get(START_OPTIONS, {})
+            starts.append(EpisodeStart(seed=seed, task=self.req.prompts()[row], options=options))
+        return self.env.reset(rows, starts)
+
+    def noise_at(self, decision: int, rows: Tensor) -> Tensor | None:
+        """[n, *noise_shape] the noise of a decision, which depends on row and decision alone. None: the likeliest."""
+        if self.params.deterministic:
+            return None
+        policy = self.stage.policy
+        number, place = divmod(decision, NOISE_BLOCK)
+        if place == 0:
+            draw = self.noise.normal if policy.noise == "normal" else self.noise.uniform
+            self.block = draw(self.req.sample_ids, f"act{number}", (NOISE_BLOCK, *policy.noise_shape))
+        assert self.block is not None
+        return self.block[rows, place]
+
+    def act(self, rows: Tensor, executed: Tensor) -> EnvironmentStep:
+        """The outcome of a chunk of actions [n, chunk, ...]: rewards are summed, until an episode ends."""
+        slots = rows.tolist()
+        step = self.env.step(slots, executed[:, 0])
+        self.note_faults(slots, step)
+        self.steps = torch.ones(len(rows), dtype=torch.int64)
+        for place in range(1, executed.shape[1]):
+            going = torch.nonzero(~(step.terminated | step.truncated))[:, 0]
+            if not len(going):
+                break
+            later = self.env.step(rows[going].tolist(), executed[going, place])
+            self.note_faults(rows[going].tolist(), later)
+            self.steps[going] += 1
+            step = joined(step, later, going)
+        return step
+
+    def note_faults(self, slots: Sequence[int], step: EnvironmentStep) -> None:
+        """Rows whose environment failed do not count, and do not go on."""
+        self.failed |= {
+            slots[entry]: reason for entry, reason in step.faults.items() if slots[entry] not in self.failed
+        }
+
+    def add(self, rows: Tensor, seen: Observations, after: EnvironmentStep, columns: dict[str, Tensor]) -> None:
+        """Record one decision of each row."""
+        self.record.add(
+            rows,
+            seen,
+            **columns,
+            loss_mask=torch.ones(len(rows), dtype=torch.bool),
+            rewards=after.rewards,
+            terminated=after.terminated,
+            truncated=after.truncated,
+            success=after.success,
+            num_steps=self.steps,
+        )
+
+    def add_context(self, rows: Tensor, where: Tensor, after: Observations, columns: dict[str, Tensor]) -> None:
+        """Record the observations that followed the last decision of an episode that was cut off."""
+        if not bool(where.any()):
+            return
+        count = int(where.sum())
+        nothing = torch.zeros(count, dtype=torch.bool)
+        self.record.add(
+            rows[where],
+            {key: after[key][where] for key in self.stage.facts.observations},
+            **{name: torch.zeros_like(value[where]) for name, value in columns.items()},
+            loss_mask=nothing,
+            rewards=torch.zeros(count),
+            terminated=nothing,
+            truncated=nothing,
+            success=nothing,
+            num_steps=torch.zeros(count, dtype=torch.int64),
+        )
+
+    def go_on(self, rows: Tensor, after: EnvironmentStep, ended: Tensor, is_last: bool) -> tuple[Tensor, Observations]:
+        """The rows that decide again, and what they observe."""
+        alive = torch.tensor([row not in self.failed for row in rows.tolist()])
+        if is_last:
+            return rows[:0], {}
+        observations = dict(after.observations)
+        again = ended & alive
+        if self.params.continuing and bool(again.any()):
+            first = self.begin(rows[again].tolist())
+            for key, value in first.items():
+                observations[key] = observations[key].index_copy(0, torch.nonzero(again)[:, 0], value)
+        stays = alive & (~ended | self.params.continuing)
+        if bool(stays.all()):
+            return rows, observations
+        return rows[stays], {key: value[stays] for key, value in observations.items()}
+
+    def segment(self) -> ActionSegment:
+        """The decisions of all rows."""
+        return self.record.segment(self.count, self.finished)
+
+
+def joined(step: EnvironmentStep, later: EnvironmentStep, going: Tensor) -> EnvironmentStep:
+    """A step of all rows, and a later one of the rows `going` [m], as one."""
+    return EnvironmentStep(
+        observations={
+            key: value.index_copy(0, going, later.observations[key]) for key, value in step.observations.items()
+        },
+        rewards=step.rewards.index_add(0, going, later.rewards),
+        terminated=step.terminated.index_copy(0, going, later.terminated),
+        truncated=step.truncated.index_copy(0, going, later.truncated),
+        success=step.success.index_copy(0, going, step.success[going] | later.success),
+    )
+
+
+def episodes_of(segment: ActionSegment) -> Episodes:
+    """What became of the episodes of each row; zeros for a row without a decision."""
+    totals = segment.totals()
+    means = {name: torch.tensor([sum(row) / len(row) if row else 0.0 for row in rows]) for name, rows in totals.items()}
+    return Episodes(returns=means["returns"], success=means["success"], lengths=means["steps"])

@@ -1,0 +1,113 @@
+"""The policy of every environment: takes decisions, and replays recorded ones under the current weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from unirl.models.base import CanaryOutput
+from unirl.models.chunks import padded_rows
+from unirl.models.language.stage import TokenReplay, ValueGradient
+from unirl.models.policies.networks import Activation, ObservationValueHead, Outputs, PolicyNetwork
+from unirl.sde.noise import key_seed
+from unirl.types.batch import Batch, row, take_rows
+from unirl.types.conditions import Conditions
+from unirl.types.environments import Observations
+from unirl.types.facts import ActionFacts
+from unirl.types.segments import ActionSegment
+
+
+@dataclass(kw_only=True, eq=False)
+class ActionCanaryInputs(Batch):
+    """The inputs of a policy's canary forward."""
+
+    observations: dict[str, Tensor] = row(heavy=True)  # key -> [B, *shape]
+    noise: Tensor = row(heavy=True)  # [B, *noise_shape]
+
+
+class ActionStage:
+    """Decides and replays with one policy network. Rows do not depend on each other."""
+
+    autocast_dtype = torch.float32
+
+    def __init__(self, network: nn.Module, facts: ActionFacts, depth: int, activation: Activation) -> None:
+        """
+        Args:
+            network: a `PolicyNetwork`, possibly sharded.
+            depth: layers of the encoder of the value head.
+            activation: of the value head.
+        """
+        self.network = network
+        self.facts = facts
+        self.depth, self.activation = depth, activation
+        self.value_head: nn.Module | None = None
+
+    @property
+    def policy(self) -> PolicyNetwork:
+        """The network, for what it says without a forward."""
+        assert isinstance(self.network, PolicyNetwork)
+        return self.network
+
+    def build_value_head(self, width: int, seed: int) -> ObservationValueHead:
+        seed = key_seed(seed, "value_head")
+        return ObservationValueHead(self.facts.observations, width, self.depth, self.activation, seed)
+
+    @torch.no_grad()
+    def decide(self, observations: Observations, noise: Tensor | None) -> Outputs:
+        """`actions` [N, ...] as they are recorded, `logp` [N], and what is `executed` [N, chunk, ...]; on the CPU.
+
+        Args:
+            noise: [N, *noise_shape] on the CPU. None takes the most likely actions.
+        """
+        outputs = self._forward(observations, noise=noise)
+        outputs["executed"] = self.policy.executed(outputs["actions"])
+        return {name: tensor.cpu() for name, tensor in outputs.items()}
+
+    def replay(
+        self,
+        conditions: Conditions,
+        segment: ActionSegment,
+        *,
+        entropy: bool = False,
+        values: ValueGradient | None = None,
+    ) -> TokenReplay:
+        """Log-probs [sum L] of all decisions of `segment` in one forward; see `TokenStage.replay`."""
+        observations = {key: segment.observations[key] for key in self.facts.observations}
+        outputs = self._forward(observations, actions=segment.actions, entropy=entropy)
+        state_values = None
+        if values is not None:
+            assert self.value_head is not None, "a stack whose loss needs a value head provides it"
+            padded = self._padded(observations, len(segment.logp))
+            state_values = self.value_head(padded)[: len(segment.logp)]
+        return TokenReplay(outputs["logp"], outputs.get("entropy"), state_values)
+
+    def canary(self, inputs: ActionCanaryInputs) -> CanaryOutput:
+        """Actions and their log-probs on fixed observations."""
+        outputs = self._forward(inputs.observations, noise=inputs.noise)
+        both = [outputs["actions"].flatten(1) if outputs["actions"].dim() > 1 else outputs["actions"][:, None]]
+        return CanaryOutput(values=torch.cat([*both, outputs["logp"][:, None]], dim=1).float())
+
+    def _forward(
+        self,
+        observations: Observations,
+        *,
+        actions: Tensor | None = None,
+        noise: Tensor | None = None,
+        entropy: bool = False,
+    ) -> Outputs:
+        count = len(next(iter(observations.values())))
+        given = {"actions": actions, "noise": noise}
+        padded = {name: None if value is None else self._padded_rows(value, count) for name, value in given.items()}
+        outputs = self.network(self._padded(observations, count), **padded, entropy=entropy)
+        return {name: tensor[:count] for name, tensor in outputs.items()}
+
+    def _padded(self, observations: Observations, count: int) -> Observations:
+        return {key: self._padded_rows(value, count) for key, value in observations.items()}
+
+    def _padded_rows(self, values: Tensor, count: int) -> Tensor:
+        """The rows on the device of the network, padded so that their bits do not depend on their number."""
+        values = values.to(next(self.network.parameters()).device)
+        rows = padded_rows(count, self.facts.batch_multiple)
+        return values if len(rows) == count else take_rows(values, rows)

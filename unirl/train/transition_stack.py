@@ -1,0 +1,113 @@
+"""Trains on single decisions of episodes: several passes over minibatches of a step, as PPO does for control."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from msgspec import Meta
+from torch import Tensor
+
+from unirl.algorithms.ar_ppo import TokenCritic
+from unirl.algorithms.base import START
+from unirl.config.errors import IncompatibleError
+from unirl.distributed import current
+from unirl.distributed.group.dispatch import scatter
+from unirl.sde.noise import key_seed
+from unirl.train.stack import TrainStack, merge_ranks
+from unirl.types.batch import take_rows
+from unirl.types.device import to_device
+from unirl.types.protocols import TrainingProgress
+from unirl.types.results import Metrics, TrainStepResult, merge
+from unirl.types.rollout_resp import RolloutTrack
+from unirl.types.segments import PackedSegment
+
+
+@dataclass(eq=False)
+class TransitionStack(TrainStack):
+    """Anchors and credit of all rows first; then `epochs` passes over their decisions, in minibatches.
+
+    An update trains `minibatch_size` decisions, over all devices. Each device permutes its own rows, so another number
+    of devices makes other minibatches.
+    """
+
+    toy: ClassVar[Mapping[str, object]] = {"minibatch_size": 16, "epochs": 2}
+
+    _: KW_ONLY
+    epochs: Annotated[int, Meta(ge=1)] = 10
+    """Passes over the decisions of a step."""
+    minibatch_size: Annotated[int, Meta(ge=1)] = 64
+    """Decisions of an update, over all devices."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_updates_per_batch != 1:
+            raise IncompatibleError(
+                f"stack.num_updates_per_batch={self.num_updates_per_batch}: this stack cuts a step into minibatches by "
+                "itself. Leave it out, and set stack.epochs and stack.minibatch_size"
+            )
+        if not isinstance(self.algorithm, TokenCritic):
+            raise IncompatibleError(
+                f"stack: TransitionStack trains single decisions, and {type(self.algorithm).__name__} gives credit to "
+                "whole rows. Use unirl.train.stack.TrainStack, or a loss with a value head, such as "
+                "unirl.algorithms.action_ppo.ActionPPO"
+            )
+        self.credit: TokenCritic = self.algorithm
+
+    @scatter(merge_ranks, unread=("decoded",))
+    def train_track(self, track: RolloutTrack, now: TrainingProgress = START) -> TrainStepResult:
+        """Train on all decisions of `track`. The result has one entry of metrics per update."""
+        work = self.prepare(track, now, is_first=False)
+        placed = [self._placed(micro).sampled_as(PackedSegment) for micro in work.updates[0]]
+        rows = RolloutTrack.concat([self.credit.credited(micro, work.now) for micro in placed])
+        size = max(self.minibatch_size // current().dp_size, 1)
+        counted = torch.nonzero(counted_elements(rows))[:, 0]
+        # Every rank makes as many updates as the one with the most decisions.
+        [count] = current().max_over_dp([-(-len(counted) // size)])
+        results: list[Metrics] = []
+        for _ in range(self.epochs):
+            seed = key_seed(self.backend.seed, f"minibatches{self.backend.updates}")
+            order = counted[permutation(len(counted), seed).to(counted.device)]
+            for i in range(count):
+                part = single_elements(rows, order[i * size : (i + 1) * size], filler=counted[:1])
+                results.append(self.update([part], work.now, first=not results))
+        results[0] = merge([results[0], work.parity])
+        self.backend.finish_step()
+        return TrainStepResult(tuple(results))
+
+
+def counted_elements(rows: RolloutTrack[PackedSegment]) -> Tensor:
+    """[sum L] bool, elements of rows of weight > 0 that are not context."""
+    segment = rows.segment
+    lengths = to_device(segment.lengths, segment.loss_mask.device)
+    return segment.loss_mask & (rows.weight > 0).repeat_interleave(lengths)
+
+
+def permutation(count: int, seed: int) -> Tensor:
+    """A random order of 0 .. count - 1 that depends on the seed alone."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+
+
+def single_elements(rows: RolloutTrack[PackedSegment], chosen: Tensor, filler: Tensor) -> RolloutTrack:
+    """A track whose rows are single elements of packed rows.
+
+    Args:
+        chosen: [n] positions in the packed fields. With none, the result is one element of weight 0.
+        filler: [1] the position of that element.
+    """
+    segment = rows.segment
+    taken = chosen if len(chosen) else filler
+    row = torch.searchsorted(to_device(segment.offsets, taken.device), taken, right=True) - 1
+    packed = {name: take_rows(value, taken) for name, value in segment.packed_fields().items()}
+    weight = rows.weight[row] * float(bool(len(chosen)))
+    ids = [rows.sample_ids[i] for i in row.tolist()]
+    return RolloutTrack(
+        sample_ids=ids,
+        group_ids=ids,
+        conditions={name: condition.select(row.tolist()) for name, condition in rows.conditions.items()},
+        segment=segment.replace(**packed, offsets=torch.arange(len(taken) + 1), finished=segment.finished[row.cpu()]),
+        weight=weight,
+        weight_version=rows.weight_version[row],
+    )

@@ -168,7 +168,7 @@ def build_exporter(saved: SavedRun) -> Exporter:
     """The model with the checkpoint's weights, without a rollout engine, rewards or data."""
     config = saved.recipe.config
     device = accelerator()
-    bundle = build(config.bundle, device=device)
+    bundle = build(config.bundle, device=device, seed=config.seed)
     pipeline = build(config.pipeline, device=device, bundle=bundle)
     backend = build(config.backend, device=device, bundle=bundle, seed=config.seed, run_updates=1)
     with still_there(saved.checkpoint):

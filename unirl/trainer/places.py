@@ -127,7 +127,7 @@ class Places:
 def place_trainside(places: Places, reward: RewardService) -> Roles:
     """The engine samples with the very weights that are trained, in the processes that train them."""
     config, train = places.config, places.pool.group(places.plan.train)
-    bundle = places.node(train, "bundle", Bundle, config.bundle)
+    bundle = places.node(train, "bundle", Bundle, config.bundle, seed=config.seed)
     pipeline = places.node(train, "pipeline", Pipeline, config.pipeline, bundle=bundle)
     stages: dict[str, object] = {}
     for track in places.tracks:
@@ -157,7 +157,8 @@ def place_dedicated(places: Places, reward: RewardService) -> Roles:
     """
     config, plan = places.config, places.plan
     train, engine = places.pool.group(plan.train), places.pool.group(plan.rollout)
-    bundle = places.node(train, "bundle", Bundle, config.bundle, components=trained_components(config))
+    given = {"seed": config.seed, "components": trained_components(config)}
+    bundle = places.node(train, "bundle", Bundle, config.bundle, **given)
     stages = {
         track: places.made(train, places.of_track(track, "stage"), partial(stage_of_bundle, track), bundle=bundle)
         for track in places.tracks
@@ -165,7 +166,7 @@ def place_dedicated(places: Places, reward: RewardService) -> Roles:
     training = places.training(train, bundle, stages)
     backend = training.backend
 
-    engine_bundle = places.node(engine, "engine_bundle", Bundle, engine_bundle_node(config))
+    engine_bundle = places.node(engine, "engine_bundle", Bundle, engine_bundle_node(config), seed=config.seed)
     engine_pipeline = places.node(engine, "engine_pipeline", Pipeline, config.pipeline, bundle=engine_bundle)
     given = {"pipeline": engine_pipeline, "run_dir": places.run_dir}
     rollout = places.node(engine, "rollout", RolloutEngine, config.rollout, **given)

@@ -10,6 +10,7 @@ import torch
 from unirl.config.errors import InvalidValueError
 from unirl.models.base import Bundle
 from unirl.models.chunks import batch_multiple
+from unirl.models.policies.flow import FlowPolicy
 from unirl.models.policies.networks import (
     Activation,
     CategoricalPolicy,
@@ -18,6 +19,7 @@ from unirl.models.policies.networks import (
     SquashedGaussianPolicy,
 )
 from unirl.models.policies.stage import ActionStage
+from unirl.sde.kernels import FlowSDEStrategy
 from unirl.sde.noise import key_seed
 from unirl.types.device import CPU
 from unirl.types.environments import STATE, ContinuousActions, DiscreteActions
@@ -76,23 +78,22 @@ class CategoricalBundle(PolicyBundle):
     def __init__(
         self,
         device: torch.device = CPU,
-        components: Sequence[str] | None = None,
+        seed: int = 0,
         *,
         observations: Mapping[str, tuple[int, ...]] | int,
         actions: int,
         width: int = 64,
         depth: int = 2,
         activation: Activation = "tanh",
-        seed: int = 0,
     ) -> None:
         """
         Args:
+            seed: the seed of the run, from which the initial weights are drawn.
             observations: length of the observation `state`, or shapes by key.
             actions: number of discrete actions.
             width: units of a layer.
             depth: layers before the output.
             activation: after each layer.
-            seed: of the initial weights; write ${sampling.seed}.
         """
         positive(actions=actions, width=width, depth=depth)
         shapes = shapes_of(observations)
@@ -107,7 +108,7 @@ class GaussianBundle(PolicyBundle):
     def __init__(
         self,
         device: torch.device = CPU,
-        components: Sequence[str] | None = None,
+        seed: int = 0,
         *,
         observations: Mapping[str, tuple[int, ...]] | int,
         actions: int,
@@ -116,10 +117,10 @@ class GaussianBundle(PolicyBundle):
         width: int = 64,
         depth: int = 2,
         activation: Activation = "tanh",
-        seed: int = 0,
     ) -> None:
         """
         Args:
+            seed: the seed of the run, from which the initial weights are drawn.
             observations: length of the observation `state`, or shapes by key.
             actions: A, the dimensions of an action.
             squashed: tanh of a Gaussian whose std depends on the observation, as for SAC.
@@ -127,7 +128,6 @@ class GaussianBundle(PolicyBundle):
             width: units of a layer.
             depth: layers before the output.
             activation: after each layer.
-            seed: of the initial weights; write ${sampling.seed}.
         """
         positive(actions=actions, width=width, depth=depth)
         shapes, space, start = shapes_of(observations), ContinuousActions(actions), key_seed(seed, POLICY)
@@ -136,4 +136,54 @@ class GaussianBundle(PolicyBundle):
             network = SquashedGaussianPolicy(shapes, space, width, depth, activation, start)
         else:
             network = GaussianPolicy(shapes, space, width, depth, activation, start, log_std)
+        super().__init__(network, shapes, device=device, depth=depth, activation=activation)
+
+
+class FlowBundle(PolicyBundle):
+    """A policy of continuous actions that denoises them: `FlowPolicy`."""
+
+    def __init__(
+        self,
+        device: torch.device = CPU,
+        seed: int = 0,
+        *,
+        observations: Mapping[str, tuple[int, ...]] | int,
+        actions: int,
+        chunk: int = 1,
+        num_steps: int = 4,
+        eta: float = 0.3,
+        width: int = 128,
+        depth: int = 2,
+        activation: Activation = "silu",
+    ) -> None:
+        """
+        Args:
+            seed: the seed of the run, from which the initial weights are drawn.
+            observations: length of the observation `state`, or shapes by key.
+            actions: A, the dimensions of an action.
+            chunk: actions of one decision, C. The environment takes them one after another.
+            num_steps: K, the denoising steps. All but the last are stochastic.
+            eta: strength of their noise (FlowSDEStrategy).
+            width: units of a layer.
+            depth: layers between the features of the observation and the output.
+            activation: after each layer.
+        """
+        positive(actions=actions, chunk=chunk, width=width, depth=depth)
+        if num_steps < 2:
+            raise InvalidValueError(
+                f"bundle.num_steps must be >= 2, got {num_steps}: the last step is not stochastic, so one step alone "
+                "has no log-prob"
+            )
+        shapes, space, start = shapes_of(observations), ContinuousActions(actions), key_seed(seed, POLICY)
+        network = FlowPolicy(
+            shapes,
+            space,
+            width,
+            depth,
+            activation,
+            start,
+            num_steps=num_steps,
+            chunk=chunk,
+            kernel=FlowSDEStrategy(eta=eta),
+        )
         super().__init__(network, shapes, device=device, depth=depth, activation=activation)

@@ -118,17 +118,20 @@ class PolicyNetwork(nn.Module):
         observations: Observations,
         actions: Tensor | None = None,
         noise: Tensor | None = None,
+        deterministic: bool = False,
         entropy: bool = False,
     ) -> Outputs:
         """`actions` [N, ...] and their `logp` [N], nats; on request also the `entropy` [N] of the policy.
 
         Args:
-            actions: recorded actions. None draws new ones.
-            noise: [N, *noise_shape] for new actions. None takes the most likely ones.
+            actions: recorded actions. None takes new ones.
+            noise: [N, *noise_shape] for new actions.
+            deterministic: take the most likely actions.
         """
         parameters = self.parameters_of(observations)
         if actions is None:
-            actions = self.most_likely(parameters) if noise is None else self.draw(parameters, noise)
+            assert noise is not None, "new actions need noise"
+            actions = (self.likeliest if deterministic else self.draw)(parameters, noise)
         outputs = {"actions": actions, "logp": self.log_prob(parameters, actions)}
         return outputs | ({"entropy": self.entropy(parameters)} if entropy else {})
 
@@ -141,7 +144,7 @@ class PolicyNetwork(nn.Module):
         """[N, ...] an action for each row, as it is recorded."""
 
     @abstractmethod
-    def most_likely(self, parameters: Tensor) -> Tensor:
+    def likeliest(self, parameters: Tensor, noise: Tensor) -> Tensor:
         """[N, ...] the action of highest density, as it is recorded."""
 
     @abstractmethod
@@ -189,7 +192,7 @@ class CategoricalPolicy(EncodedPolicy):
         below = parameters.softmax(1).cumsum(1) <= noise[:, None]
         return below.sum(1).clamp(max=self.count - 1)
 
-    def most_likely(self, parameters: Tensor) -> Tensor:
+    def likeliest(self, parameters: Tensor, noise: Tensor) -> Tensor:
         return parameters.argmax(1)
 
     def log_prob(self, parameters: Tensor, actions: Tensor) -> Tensor:
@@ -230,7 +233,7 @@ class GaussianPolicy(EncodedPolicy):
         mean, log_std = parameters.unbind(1)
         return mean + log_std.exp() * noise
 
-    def most_likely(self, parameters: Tensor) -> Tensor:
+    def likeliest(self, parameters: Tensor, noise: Tensor) -> Tensor:
         return parameters[:, 0]
 
     def log_prob(self, parameters: Tensor, actions: Tensor) -> Tensor:
@@ -274,7 +277,7 @@ class SquashedGaussianPolicy(EncodedPolicy):
         mean, log_std = parameters.unbind(1)
         return mean + log_std.exp() * noise
 
-    def most_likely(self, parameters: Tensor) -> Tensor:
+    def likeliest(self, parameters: Tensor, noise: Tensor) -> Tensor:
         return parameters[:, 0]
 
     def log_prob(self, parameters: Tensor, actions: Tensor) -> Tensor:

@@ -146,7 +146,7 @@ class Rollout:
         decision = 0
         while len(rows):
             seen = {key: observations[key] for key in self.stage.facts.observations}
-            chosen = self.stage.decide(seen, self.noise_at(decision, rows))
+            chosen = self.stage.decide(seen, self.noise_at(decision, rows), self.params.deterministic)
             decision += 1
             after = self.act(rows, chosen["executed"])
             columns = {"actions": chosen["actions"], "logp": chosen["logp"]}
@@ -174,10 +174,8 @@ class Rollout:
             starts.append(EpisodeStart(seed=seed, task=self.req.prompts()[row], options=options))
         return self.env.reset(rows, starts)
 
-    def noise_at(self, decision: int, rows: Tensor) -> Tensor | None:
-        """[n, *noise_shape] the noise of a decision, which depends on row and decision alone. None: the likeliest."""
-        if self.params.deterministic:
-            return None
+    def noise_at(self, decision: int, rows: Tensor) -> Tensor:
+        """[n, *noise_shape] the noise of a decision, which depends on row and decision alone."""
         policy = self.stage.policy
         number, place = divmod(decision, NOISE_BLOCK)
         if place == 0:

@@ -55,13 +55,14 @@ class ActionStage:
         return ObservationValueHead(self.facts.observations, width, self.depth, self.activation, seed)
 
     @torch.no_grad()
-    def decide(self, observations: Observations, noise: Tensor | None) -> Outputs:
+    def decide(self, observations: Observations, noise: Tensor, deterministic: bool = False) -> Outputs:
         """`actions` [N, ...] as they are recorded, `logp` [N], and what is `executed` [N, chunk, ...]; on the CPU.
 
         Args:
-            noise: [N, *noise_shape] on the CPU. None takes the most likely actions.
+            noise: [N, *noise_shape] on the CPU.
+            deterministic: take the most likely actions.
         """
-        outputs = self._forward(observations, noise=noise)
+        outputs = self._forward(observations, noise=noise, deterministic=deterministic)
         outputs["executed"] = self.policy.executed(outputs["actions"])
         return {name: tensor.cpu() for name, tensor in outputs.items()}
 
@@ -95,12 +96,15 @@ class ActionStage:
         *,
         actions: Tensor | None = None,
         noise: Tensor | None = None,
+        deterministic: bool = False,
         entropy: bool = False,
     ) -> Outputs:
         count = len(next(iter(observations.values())))
         given = {"actions": actions, "noise": noise}
         padded = {name: None if value is None else self._padded_rows(value, count) for name, value in given.items()}
-        outputs = self.network(self._padded(observations, count), **padded, entropy=entropy)
+        outputs = self.network(
+            self._padded(observations, count), **padded, deterministic=deterministic, entropy=entropy
+        )
         return {name: tensor[:count] for name, tensor in outputs.items()}
 
     def _padded(self, observations: Observations, count: int) -> Observations:

@@ -1,0 +1,215 @@
+"""Episodes of a policy in environments whose every number is known beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from unirl.config.errors import EpisodeError, IncompatibleError
+from unirl.models.policies.bundle import CategoricalBundle, GaussianBundle, PolicyBundle
+from unirl.models.policies.pipeline import PolicyPipeline
+from unirl.types.environments import (
+    ContinuousActions,
+    DiscreteActions,
+    EnvironmentSpaces,
+    EnvironmentStep,
+    EpisodeStart,
+    Observations,
+)
+from unirl.types.primitives import Episodes, Texts
+from unirl.types.rollout_req import RolloutReq, TrackSpec
+from unirl.types.rollout_resp import RolloutTrack
+from unirl.types.sampling import ActionSamplingParams
+from unirl.types.segments import ActionSegment
+
+
+class Clocks:
+    """Each slot counts its steps: observation (start, steps so far). Step t gives reward t.
+
+    Episodes that start at an even second end after 3 steps, the others after 5. `cuts`: they are cut off instead.
+    """
+
+    is_keyed = True
+
+    def __init__(self, actions: DiscreteActions | ContinuousActions, cuts: bool = False, broken: Sequence[int] = ()):
+        self.spaces = EnvironmentSpaces(observations={"state": (2,)}, actions=actions, most_steps=5)
+        self.cuts, self.broken = cuts, broken
+        self.starts: dict[int, int] = {}
+        self.steps: dict[int, int] = {}
+        self.seeds: list[int] = []
+        self.actions: list[Tensor] = []
+
+    def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> Observations:
+        for slot, start in zip(slots, starts, strict=True):
+            self.starts[slot], self.steps[slot] = start.seed % 1000, 0
+            self.seeds.append(start.seed)
+        return self.observe(slots)
+
+    def observe(self, slots: Sequence[int]) -> Observations:
+        return {"state": torch.tensor([[self.starts[s] / 1000, float(self.steps[s])] for s in slots])}
+
+    def step(self, slots: Sequence[int], actions: Tensor) -> EnvironmentStep:
+        self.actions.append(actions)
+        for slot in slots:
+            self.steps[slot] += 1
+        over = torch.tensor([self.steps[s] >= length_of(self.starts[s]) for s in slots])
+        faults = {i: "it broke" for i, slot in enumerate(slots) if slot in self.broken and self.steps[slot] == 2}
+        over |= torch.tensor([i in faults for i in range(len(slots))])
+        return EnvironmentStep(
+            observations=self.observe(slots),
+            rewards=torch.tensor([float(self.steps[s]) for s in slots]),
+            terminated=over & (not self.cuts),
+            truncated=over & self.cuts,
+            success=over,
+            faults=faults,
+        )
+
+    def render(self, slots: Sequence[int]) -> None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+def length_of(start: int) -> int:
+    return 3 if start % 2 == 0 else 5
+
+
+def pipeline(env: Clocks, seed: int = 0) -> PolicyPipeline:
+    bundle: PolicyBundle
+    if isinstance(env.spaces.actions, DiscreteActions):
+        bundle = CategoricalBundle(observations=2, actions=env.spaces.actions.count, seed=seed)
+    else:
+        bundle = GaussianBundle(observations=2, actions=env.spaces.actions.size, seed=seed)
+    return PolicyPipeline(bundle, env=env)
+
+
+def request(rows: int = 4, *, step: int = 0, groups: Sequence[str] = (), **settings: object) -> RolloutReq:
+    params = replace(ActionSamplingParams(), **settings)
+    return RolloutReq(
+        sample_ids=[f"s{i}" for i in range(rows)],
+        group_ids=list(groups) or [f"g{i}" for i in range(rows)],
+        primitives={"text": Texts(texts=[""] * rows)},
+        metadata=[{} for _ in range(rows)],
+        tracks={"action": TrackSpec(sampling=params)},
+        purpose="r",
+        step=step,
+    )
+
+
+def rolled(env: Clocks, req: RolloutReq, chunk: int = 8, seed: int = 0) -> RolloutTrack[ActionSegment]:
+    return pipeline(env, seed).generate(req, chunk).tracks["action"].sampled_as(ActionSegment)
+
+
+KINDS = [DiscreteActions(3), ContinuousActions(2)]
+
+
+@pytest.mark.parametrize("actions", KINDS)
+def test_a_row_is_one_episode_whose_return_is_the_sum_of_its_rewards(actions) -> None:
+    track = rolled(env := Clocks(actions), request())
+    segment = track.segment
+    lengths = [length_of(seed % 1000) for seed in env.seeds]
+    assert segment.lengths.tolist() == lengths
+    assert segment.loss_mask.all() and segment.terminated.sum() == 4 and segment.finished.all()
+    assert isinstance(track.decoded, Episodes)
+    assert track.decoded.returns.tolist() == [n * (n + 1) / 2 for n in lengths]
+    assert segment.observations["state"][:, 1].tolist() == [float(t) for n in lengths for t in range(n)]
+
+
+def test_an_episode_that_was_cut_off_keeps_the_observation_that_followed() -> None:
+    segment = rolled(env := Clocks(KINDS[0], cuts=True), request()).segment
+    lengths = [length_of(seed % 1000) for seed in env.seeds]
+    assert segment.lengths.tolist() == [n + 1 for n in lengths]
+    context = ~segment.loss_mask
+    assert segment.observations["state"][context][:, 1].tolist() == [float(n) for n in lengths]
+    assert segment.truncated[segment.ends].all() and not segment.terminated.any() and not segment.finished.any()
+
+
+def test_a_row_that_is_full_keeps_the_observation_after_its_last_decision() -> None:
+    segment = rolled(Clocks(KINDS[0]), request(max_steps=2)).segment
+    assert segment.lengths.tolist() == [3] * 4
+    assert segment.loss_mask.tolist() == [True, True, False] * 4
+    assert segment.ends.tolist() == [False, True, False] * 4 and not segment.truncated.any()
+    assert segment.observations["state"][~segment.loss_mask][:, 1].tolist() == [2.0] * 4
+
+
+@pytest.mark.parametrize("cuts", [False, True])
+def test_a_continuing_row_goes_on_with_other_episodes_until_it_is_full(cuts: bool) -> None:
+    segment = rolled(env := Clocks(KINDS[1], cuts), request(max_steps=17, continuing=True)).segment
+    decided = segment.loss_mask
+    assert decided.sum() == 4 * 17 and len(set(env.seeds)) == len(env.seeds)
+    complete = [episode for row in segment.episodes() for episode in row]
+    assert {episode.stop - episode.start for episode in complete} <= {3, 5}
+    assert all((segment.terminated | segment.truncated)[episode.stop - 1] for episode in complete)
+    # An episode that only the end of the row cut off is not among them: each row has 17 decisions of whole ones and rest.
+    assert sum(e.stop - e.start for e in complete) < 4 * 17
+    assert segment.statistics()["env/return"] == pytest.approx(
+        sum(n * (n + 1) / 2 for n in (e.stop - e.start for e in complete)) / len(complete)
+    )
+
+
+def test_the_first_episodes_of_a_group_begin_alike_and_later_ones_do_not() -> None:
+    env = Clocks(KINDS[0])
+    rolled(env, request(groups=["a", "a", "b", "b"], max_steps=12, continuing=True))
+    first, later = env.seeds[:4], env.seeds[4:]
+    assert first[0] == first[1] != first[2] == first[3]
+    assert len(set(later)) == len(later)
+
+
+@pytest.mark.parametrize("actions", KINDS)
+def test_rows_do_not_depend_on_how_many_act_side_by_side(actions) -> None:
+    whole = rolled(Clocks(actions), request(6, max_steps=9, continuing=True), chunk=6)
+    alone = rolled(Clocks(actions), request(6, max_steps=9, continuing=True), chunk=1)
+    assert torch.equal(whole.segment.actions, alone.segment.actions)
+    assert torch.equal(whole.segment.logp, alone.segment.logp)
+    assert torch.equal(whole.segment.offsets, alone.segment.offsets)
+
+
+@pytest.mark.parametrize("actions", KINDS)
+def test_a_replay_on_the_same_weights_gives_the_recorded_log_probs(actions) -> None:
+    policy = pipeline(Clocks(actions, cuts=True))
+    segment = (
+        policy.generate(request(max_steps=9, continuing=True), 4).tracks["action"].sampled_as(ActionSegment).segment
+    )
+    replayed = policy.stage.replay({}, segment)
+    assert torch.equal(replayed.logp[segment.loss_mask], segment.logp[segment.loss_mask])
+
+
+def test_draws_follow_the_probabilities_of_the_policy() -> None:
+    """20,000 decisions at one observation: frequencies within 4 standard errors of the softmax."""
+    stage = pipeline(Clocks(DiscreteActions(3)), seed=3).stage
+    with torch.no_grad():
+        stage.policy.get_parameter("output_layer.bias").copy_(torch.tensor([0.0, 1.0, -1.0]))
+    count = 20_000
+    noise = torch.rand(count, generator=torch.Generator().manual_seed(1))
+    chosen = stage.decide({"state": torch.zeros(1, 2).expand(count, 2)}, noise)
+    expected = torch.tensor([0.0, 1.0, -1.0]).softmax(0)
+    frequencies = torch.bincount(chosen["actions"], minlength=3) / count
+    assert ((frequencies - expected).abs() < 4 * (expected * (1 - expected) / count).sqrt()).all()
+
+
+def test_a_row_whose_environment_failed_has_weight_0_and_stops() -> None:
+    track = rolled(Clocks(KINDS[0], broken=[1]), request(max_steps=12, continuing=True))
+    assert track.weight.tolist() == [1.0, 0.0, 1.0, 1.0]
+    assert track.segment.lengths[1] == 2 and track.segment.loss_mask.sum() == 3 * 12 + 2
+
+
+def test_environments_that_all_failed_end_the_run_by_name() -> None:
+    with pytest.raises(EpisodeError, match="all 4 rows failed. The first one: it broke"):
+        rolled(Clocks(KINDS[0], broken=[0, 1, 2, 3]), request())
+
+
+def test_a_policy_of_other_actions_is_refused() -> None:
+    with pytest.raises(
+        IncompatibleError, match="the policy takes 2 discrete actions, and the environment has 3 discrete"
+    ):
+        PolicyPipeline(CategoricalBundle(observations=2, actions=2), env=Clocks(DiscreteActions(3)))
+    with pytest.raises(IncompatibleError, match=r"reads 'state' of shape \[7\], and the environment shows \[2\]"):
+        PolicyPipeline(CategoricalBundle(observations=7, actions=3), env=Clocks(DiscreteActions(3)))
+    with pytest.raises(IncompatibleError, match="reads the observation 'pixels', and the environment shows state"):
+        bundle = CategoricalBundle(observations={"pixels": (3, 84, 84)}, actions=3)
+        PolicyPipeline(bundle, env=Clocks(DiscreteActions(3)))

@@ -1,0 +1,155 @@
+"""A policy whose action is the end of a denoising chain: the transitions of images, over actions.
+
+    x_K = noise -> x_{K-1} -> ... -> x_0 = the action (or chunk of actions),  v = network(o, x, sigma)
+
+The chain is what is recorded, so its log-prob has the closed form of each transition (`unirl/sde/kernels.py`), and the
+losses on decisions train it like any other policy: Flow-GRPO (arXiv:2505.05470) and ReinFlow (arXiv:2505.22094).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from unirl.models.policies.networks import (
+    ACTIVATIONS,
+    Activation,
+    ObservationEncoder,
+    PolicyNetwork,
+    Shapes,
+    initialise,
+)
+from unirl.sde.kernels import FlowSDEStrategy
+from unirl.types.environments import ContinuousActions, Observations
+from unirl.types.protocols import Kernel
+
+NUM_WAVES = 4
+"""Frequencies of the encoding of a noise level."""
+
+
+class FlowPolicy(PolicyNetwork):
+    """Continuous actions by K denoising steps, of which all but the last are stochastic.
+
+    sigma runs from 1 to 0 in equal steps. The policy is the velocity v(o, x, sigma) with E[eps - a | x] as its target.
+    """
+
+    noise = "normal"
+
+    def __init__(
+        self,
+        shapes: Shapes,
+        actions: ContinuousActions,
+        width: int,
+        depth: int,
+        activation: Activation,
+        seed: int,
+        *,
+        num_steps: int,
+        chunk: int = 1,
+        kernel: Kernel | None = None,
+    ) -> None:
+        """
+        Args:
+            num_steps: K.
+            chunk: actions of one decision.
+            kernel: of the stochastic steps. None: `FlowSDEStrategy`.
+        """
+        super().__init__()
+        self.actions, self.chunk, self.num_steps, self.action_size = actions, chunk, num_steps, actions.size
+        self.kernel: Kernel = kernel or FlowSDEStrategy(eta=0.3)
+        self.size = actions.size * chunk
+        self.noise_shape = (num_steps, self.size)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.encoder = ObservationEncoder(shapes, width, 1, activation)
+            layers: list[nn.Module] = []
+            inputs = width + self.size + 1 + 2 * NUM_WAVES
+            for _ in range(depth):
+                layers += [nn.Linear(inputs, width), ACTIVATIONS[activation]()]
+                inputs = width
+            self.layers = nn.Sequential(*layers)
+            self.output_layer = nn.Linear(width, self.size)
+            initialise(self.encoder, math.sqrt(2))
+            initialise(self.layers, math.sqrt(2))
+            initialise(self.output_layer, 0.01)
+
+    def level(self, step: int) -> float:
+        """sigma before denoising step `step`."""
+        return 1.0 - step / self.num_steps
+
+    def parameters_of(self, observations: Observations) -> Tensor:
+        """[N, width] features of the observations, from which every step starts."""
+        return self.encoder(observations)
+
+    def velocity(self, features: Tensor, x: Tensor, sigma: Tensor) -> Tensor:
+        """[N, C A] the velocity at x [N, C A] and noise levels sigma [N]."""
+        waves = sigma[:, None] * math.pi * 2.0 ** torch.arange(NUM_WAVES, device=x.device)
+        encoded = torch.cat([sigma[:, None], waves.sin(), waves.cos()], dim=1)
+        return self.output_layer(self.layers(torch.cat([features, x, encoded], dim=1)))
+
+    def _chain(self, features: Tensor, noise: Tensor, stochastic: bool) -> Tensor:
+        """[N, K + 1, C A] the points of a chain that begins at noise[:, 0]."""
+        points = [noise[:, 0]]
+        for step in range(self.num_steps):
+            x, level, after = points[-1], self.level(step), self.level(step + 1)
+            v = self.velocity(features, x, x.new_full((len(x),), level))
+            if stochastic and self.kernel.has_density(step, self.num_steps):
+                points.append(self.kernel.transition(x, v, level, after).sample(noise[:, step + 1]))
+            else:
+                points.append(x + (after - level) * v)
+        return torch.stack(points, dim=1)
+
+    def draw(self, parameters: Tensor, noise: Tensor) -> Tensor:
+        return self._chain(parameters, noise, stochastic=True)
+
+    def likeliest(self, parameters: Tensor, noise: Tensor) -> Tensor:
+        """[N, K + 1, C A] the deterministic chain from the given start, since no end of a chain has a known density."""
+        return self._chain(parameters, noise, stochastic=False)
+
+    def log_prob(self, parameters: Tensor, actions: Tensor) -> Tensor:
+        """[N] log-prob of the stochastic steps of recorded chains [N, K + 1, C A], nats, given their start."""
+        steps = [step for step in range(self.num_steps) if self.kernel.has_density(step, self.num_steps)]
+        count, total = len(actions), actions.new_zeros(len(actions))
+        if not steps:
+            return total
+        levels = torch.tensor([self.level(step) for step in steps], device=actions.device)
+        x = actions[:, steps].flatten(0, 1)  # row by row, step by step
+        v = self.velocity(parameters.repeat_interleave(len(steps), 0), x, levels.repeat(count))
+        v = v.unflatten(0, (count, len(steps)))
+        for i, step in enumerate(steps):
+            moved = self.kernel.transition(actions[:, step], v[:, i], self.level(step), self.level(step + 1))
+            total = total + moved.log_prob(actions[:, step + 1]) * self.size
+        return total
+
+    def entropy(self, parameters: Tensor) -> Tensor:
+        """[N] entropy of the noise of the stochastic steps, nats, which the weights do not change."""
+        return parameters.new_full((len(parameters),), self.noise_entropy())
+
+    def noise_entropy(self) -> float:
+        """Sum over the stochastic steps of the entropy of N(., std^2 I)."""
+        stds = []
+        zero = torch.zeros(1, 1, dtype=torch.float64)
+        for step in range(self.num_steps):
+            if self.kernel.has_density(step, self.num_steps):
+                stds.append(float(self.kernel.transition(zero, zero, self.level(step), self.level(step + 1)).std))
+        return self.size * sum(math.log(std) + 0.5 * math.log(2 * math.pi * math.e) for std in stds)
+
+    def executed(self, actions: Tensor) -> Tensor:
+        return actions[:, -1].unflatten(1, (self.chunk, self.action_size))
+
+
+def matching_loss(
+    policy: FlowPolicy, observations: Observations, targets: Tensor, eps: Tensor, sigma: Tensor
+) -> Tensor:
+    """[N] flow-matching loss of imitation: mean over dimensions of (v(o, x, sigma) - (eps - a))^2 / 2.
+
+    x = (1 - sigma) a + sigma eps. Lipman et al. 2023, arXiv:2210.02747.
+
+    Args:
+        targets: a [N, C A] the actions to imitate, in [-1, 1].
+    """
+    x = (1 - sigma[:, None]) * targets + sigma[:, None] * eps
+    v = policy.velocity(policy.parameters_of(observations), x, sigma)
+    return 0.5 * (v - (eps - targets)).square().mean(1)

@@ -19,6 +19,7 @@ LAYERS = {
     "rollout": 4,
     "reward": 4,
     "data": 4,
+    "envs": 4,
     "train": 5,
     "plan": 6,
     "trainer": 7,
@@ -30,6 +31,7 @@ LAYERS = {
     "train_vlm": 10,
     "train_pe": 10,
     "train_unified_model": 10,
+    "train_embodied": 10,
 }
 TORCH_ONLY = {"types", "sde"}
 NO_PROCESSES = {"models", "algorithms", "sde", "types"}

@@ -43,7 +43,8 @@ class ExportableBundle(Protocol):
 class ExportablePipeline(Protocol):
     """A pipeline that writes trained weights as files, and verifies them with what loads such files.
 
-    `params` are the sampling settings of its domain. A difference is in pixels, latents or nats.
+    Nobody calls `write_lora` and `verify_lora` without `lora_formats`. `params` are the sampling settings of its
+    domain. A difference is in pixels, latents or nats.
     """
 
     lora_formats: ClassVar[tuple[str, ...]]
@@ -190,9 +191,10 @@ class Exporter:
         pipeline = self.pipeline
         writers: dict[str, Callable[[Path, Mapping[str, Tensor]], Path]] = {
             "peft": lambda folder, tensors: write_peft_adapter(folder, self._adapter(tensors), pipeline.bundle.path),
-            pipeline.lora_formats[0]: lambda folder, tensors: pipeline.write_lora(folder, self._adapter(tensors)),
             "full": self._write_full,
         }
+        for name in pipeline.lora_formats[:1]:
+            writers[name] = lambda folder, tensors: pipeline.write_lora(folder, self._adapter(tensors))
         return {name: writers[name] for name in (*pipeline.lora_formats, "full")}
 
     @property
@@ -216,10 +218,10 @@ class Exporter:
 
         Raises CheckpointError (7001) when float32 arithmetic cannot explain the difference.
         """
-        checks: dict[str, Callable[..., float]] = {
-            self.pipeline.lora_formats[0]: self.pipeline.verify_lora,
-            "full": self.pipeline.verify_model,
-        }
+        checks: dict[str, Callable[..., float]] = dict.fromkeys(
+            self.pipeline.lora_formats[:1], self.pipeline.verify_lora
+        )
+        checks["full"] = self.pipeline.verify_model
         if format not in checks:
             return None
         check = checks[format]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import ClassVar
 
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
-from unirl.config.errors import InvalidValueError
+from unirl.config.errors import InvalidValueError, NotFoundError
 from unirl.models.base import Bundle
 from unirl.models.chunks import batch_multiple
 from unirl.models.policies.flow import FlowPolicy
@@ -29,15 +33,36 @@ POLICY = "policy"
 Shapes = Mapping[str, tuple[int, ...]]
 
 
+CONFIG, WEIGHTS = "config.json", "policy.safetensors"
+"""The files of an exported policy."""
+SHIPPED = {"quickstart": Path(__file__).parent / "quickstart"}
+"""Policies that are part of this package, by their `path`."""
+
+
 class PolicyBundle(Bundle):
-    """The base of bundles with one policy network."""
+    """The base of bundles with one policy network. `PolicyBundle.from_files` reads an exported one of any kind."""
 
     toy: ClassVar[Mapping[str, object]] = {"width": 16}
     facts: ActionFacts
+    path = "new weights"
+    """The folder of the exported policy, for the model card."""
 
     def __init__(
-        self, network: PolicyNetwork, shapes: Shapes, *, device: torch.device, depth: int, activation: Activation
+        self,
+        network: PolicyNetwork,
+        shapes: Shapes,
+        settings: Mapping[str, object],
+        *,
+        device: torch.device,
+        depth: int,
+        activation: Activation,
     ) -> None:
+        """
+        Args:
+            settings: keyword arguments that build the same network, for an export.
+            depth, activation: of the value head.
+        """
+        self.settings = {"kind": type(self).__name__, **settings}
         self.depth, self.activation = depth, activation
         facts = ActionFacts(
             family=type(network).__name__,
@@ -47,6 +72,44 @@ class PolicyBundle(Bundle):
             batch_multiple=batch_multiple(device),
         )
         super().__init__({POLICY: network}, facts, dtype=torch.float32, device=device)
+
+    @classmethod
+    def from_files(cls, device: torch.device = CPU, *, path: str) -> PolicyBundle:
+        """An exported policy.
+
+        Args:
+            path: the folder of an export (`unirl export`), or `quickstart`, a policy that is part of this package.
+        """
+        folder = SHIPPED.get(path, Path(path).expanduser())
+        if not (folder / CONFIG).is_file():
+            raise NotFoundError(
+                f"bundle.path={path}: there is no {folder / CONFIG}. Give the folder of an exported policy, such as "
+                "runs/RUN/export/CHECKPOINT/full, or quickstart"
+            )
+        settings = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        kind = KINDS.get(settings.pop("kind", ""))
+        if kind is None:
+            raise NotFoundError(f"{folder / CONFIG}: kind must be one of {', '.join(KINDS)}. The file is no policy's")
+        bundle = kind(device=device, **settings)
+        bundle.path = path
+        weights = load_file(folder / WEIGHTS)
+        bundle.trainable().load_state_dict(weights)
+        return bundle
+
+    def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> Path:
+        """Write the policy, with `tensors` in place of its own parameters, so that `from_files` reads it."""
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {name: tensor.detach().cpu() for name, tensor in self.untrained().state_dict().items()} | dict(tensors)
+        save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / WEIGHTS)
+        (folder / CONFIG).write_text(json.dumps(self.settings, indent=1) + "\n", encoding="utf-8")
+        return folder
+
+    def untrained(self) -> nn.Module:
+        """A second network of this kind, with the statistics of this one's observations."""
+        settings = {name: value for name, value in self.settings.items() if name != "kind"}
+        other = KINDS[type(self).__name__](**settings).trainable()
+        other.load_state_dict(dict(self.trainable().named_buffers()), strict=False)
+        return other
 
     def stage(self) -> ActionStage:
         return ActionStage(self.trainable(), self.facts, self.depth, self.activation)
@@ -99,7 +162,9 @@ class CategoricalBundle(PolicyBundle):
         shapes = shapes_of(observations)
         space = DiscreteActions(actions)
         network = CategoricalPolicy(shapes, space, width, depth, activation, key_seed(seed, POLICY))
-        super().__init__(network, shapes, device=device, depth=depth, activation=activation)
+        settings: dict[str, object] = {"actions": actions, "width": width, "depth": depth, "activation": activation}
+        settings["observations"] = {key: list(shape) for key, shape in shapes.items()}
+        super().__init__(network, shapes, settings, device=device, depth=depth, activation=activation)
 
 
 class GaussianBundle(PolicyBundle):
@@ -136,7 +201,9 @@ class GaussianBundle(PolicyBundle):
             network = SquashedGaussianPolicy(shapes, space, width, depth, activation, start)
         else:
             network = GaussianPolicy(shapes, space, width, depth, activation, start, log_std)
-        super().__init__(network, shapes, device=device, depth=depth, activation=activation)
+        settings: dict[str, object] = {"actions": actions, "squashed": squashed, "log_std": log_std, "width": width, "depth": depth}
+        settings |= {"activation": activation, "observations": {key: list(shape) for key, shape in shapes.items()}}
+        super().__init__(network, shapes, settings, device=device, depth=depth, activation=activation)
 
 
 class FlowBundle(PolicyBundle):
@@ -186,4 +253,13 @@ class FlowBundle(PolicyBundle):
             chunk=chunk,
             kernel=FlowSDEStrategy(eta=eta),
         )
-        super().__init__(network, shapes, device=device, depth=depth, activation=activation)
+        settings: dict[str, object] = {"actions": actions, "chunk": chunk, "num_steps": num_steps, "eta": eta, "width": width}
+        settings |= {"depth": depth, "activation": activation}
+        settings["observations"] = {key: list(shape) for key, shape in shapes.items()}
+        super().__init__(network, shapes, settings, device=device, depth=depth, activation=activation)
+
+
+KINDS: Mapping[str, type[PolicyBundle]] = {
+    kind.__name__: kind for kind in (CategoricalBundle, GaussianBundle, FlowBundle)
+}
+"""The kinds of policies that an export may be, by name."""

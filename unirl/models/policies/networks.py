@@ -43,6 +43,10 @@ class ObservationEncoder(nn.Module):
         self.pictures = nn.ModuleDict(
             {key: picture_layers(shape[0]) for key, shape in self.shapes.items() if len(shape) == 3}
         )
+        for key, shape in self.shapes.items():
+            if key not in self.pictures:
+                self.register_buffer(f"{key}_mean", torch.zeros(shape))
+                self.register_buffer(f"{key}_std", torch.ones(shape))
         sizes = (
             [self._features_of(key) for key in self.shapes] if self.pictures else [sum(map(math.prod, shapes.values()))]
         )
@@ -65,10 +69,23 @@ class ObservationEncoder(nn.Module):
         parts = [
             self.pictures[key](unit_scaled(observations[key]))
             if key in self.pictures
-            else observations[key].flatten(1).float()
+            else self.scaled(key, observations[key].float()).flatten(1)
             for key in self.shapes
         ]
         return self.layers(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
+
+    def scaled(self, key: str, values: Tensor) -> Tensor:
+        """(values - mean) / std with the statistics of the observation, which training does not change."""
+        mean, std = self.get_buffer(f"{key}_mean"), self.get_buffer(f"{key}_std")
+        return (values - mean) / std
+
+    def measure(self, observations: Observations) -> None:
+        """Take mean and std [*shape] from observations [N, *shape]; constant entries keep std 1."""
+        for key, values in observations.items():
+            if key not in self.pictures:
+                std = values.float().std(0)
+                self.get_buffer(f"{key}_mean").copy_(values.float().mean(0))
+                self.get_buffer(f"{key}_std").copy_(torch.where(std > 1e-6, std, 1.0))
 
 
 def picture_layers(channels: int) -> nn.Sequential:

@@ -5,8 +5,9 @@ reset -> observe -> decide -> step -> observe -> ... -> the episode ends, or the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from unirl.config.errors import EpisodeError, IncompatibleError
 from unirl.models.base import response_of
+from unirl.models.loading.adapter_files import Adapter
+from unirl.models.loading.base_model import OWN_LAYOUT, BaseModel
 from unirl.models.policies.bundle import PolicyBundle
 from unirl.models.policies.stage import ActionCanaryInputs, ActionStage
 from unirl.sde.noise import NoiseSource, key_seed
@@ -93,7 +96,7 @@ class PolicyPipeline:
         """
         name, params = req.only_track(ActionSamplingParams)
         parts = [
-            Rollout(self, req.select(range(start, min(start + chunk_size, len(req)))), params).run()
+            EpisodeLoop(self, req.select(range(start, min(start + chunk_size, len(req)))), params).run()
             for start in range(0, len(req), chunk_size)
         ]
         segment = ActionSegment.concat([part.segment() for part in parts])
@@ -105,6 +108,32 @@ class PolicyPipeline:
         track = resp.tracks[name]
         return resp.with_track(name, track.replace(weight=track.weight.where(~failed, 0.0)))
 
+    # Export
+
+    lora_formats: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def base_model(self) -> BaseModel:
+        """The policy before training."""
+        return BaseModel(library=OWN_LAYOUT)
+
+    def write_model(self, tensors: Mapping[str, Tensor], folder: Path) -> Path:
+        """Write the policy, with `tensors` in place of its own, as a folder that `PolicyBundle.from_files` reads."""
+        return self.bundle.write(folder, tensors)
+
+    def verify_model(self, folder: Path, texts: Sequence[str], params: ActionSamplingParams) -> float:
+        """Max abs difference between what this policy and the one in `folder` do with fixed observations and noise."""
+        inputs, other = self.canary_inputs(), PolicyBundle.from_files(self.bundle.device, path=str(folder))
+        return float((self.stage.canary(inputs).values - other.stage().canary(inputs).values).abs().max())
+
+    def write_lora(self, folder: Path, adapter: Adapter) -> Path:
+        """Policies have no adapters."""
+        raise NotImplementedError
+
+    def verify_lora(self, folder: Path, texts: Sequence[str], params: ActionSamplingParams) -> float:
+        """Policies have no adapters."""
+        raise NotImplementedError
+
     def canary_inputs(self) -> ActionCanaryInputs:
         """Fixed observations and noise."""
         generator = torch.Generator().manual_seed(key_seed(0, "canary"))
@@ -114,7 +143,7 @@ class PolicyPipeline:
         return ActionCanaryInputs(observations=observations, noise=noise)
 
 
-class Rollout:
+class EpisodeLoop:
     """The rows of one request, each in the slot of its own number, from the first observation to the last."""
 
     def __init__(self, pipeline: PolicyPipeline, req: RolloutReq, params: ActionSamplingParams) -> None:
@@ -139,7 +168,7 @@ class Rollout:
         """The reasons of the environments that failed."""
         return list(self.failed.values())
 
-    def run(self) -> Rollout:
+    def run(self) -> EpisodeLoop:
         """Act until every row is done."""
         rows = torch.arange(self.count)
         observations = self.begin(rows.tolist())

@@ -20,6 +20,7 @@ from unirl.plan.sizes import sizes_of_policies
 from unirl.trainer.assemble import build_trainer
 
 PE, BAGEL, CHAIN = "pe/pe_trainside_pickscore", "unified_model/bagel_think_joint", "unified_model/hi3_think"
+JOINT = "unified_model/hi3_joint"
 COMMON = ("scale=toy", "num_rollouts=2", "tracking.sample_steps=0", "evaluation.eval_steps=0", "plugins=[tests]")
 OF_RECIPE = {
     PE: ("rollout.pe_marker=null", "ar.sampling.max_new_tokens=64"),  # some responses end before
@@ -218,8 +219,26 @@ def test_two_ray_workers_score_as_one_process_does(finished, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("recipe", "override", "code", "says"),
     [
-        (PE, reward_of("arr", JUDGE), 2020, "reward.tracks.arr names no track. Did you mean 'ar'? The tracks are ar,"),
-        (BAGEL, reward_of("recaption", JUDGE), 2020, "reward.tracks.recaption names no track. The tracks are think,"),
+        (
+            PE,
+            reward_of("arr", JUDGE),
+            2020,
+            "is sampled. Did you mean 'ar'? The tracks are ar, diffusion",
+        ),
+        (
+            BAGEL,
+            "reward.tracks.plan.weight=1",
+            2020,
+            "plan names no track that is sampled. The tracks are think",
+        ),
+        (
+            JOINT,
+            "reward.tracks.think.weight=1",
+            2020,
+            "To sample think as well, write sampling.think and",
+        ),
+        (JOINT, "reward.tracks.image.weight=1", 2020, "reward.backend scores the track 'image', which is the last one"),
+        ("diffusion/quickstart", "reward.tracks.image.weight=1", 2020, "this recipe has one track"),
         (PE, reward_of("diffusion", PICKSCORE), 2020, "reward.backend scores the track 'diffusion'"),
         ("diffusion/quickstart", reward_of("image", JUDGE), 2020, "this recipe has one track"),
         (PE, reward_of("ar", PICKSCORE), 2020, "ar.backend scores image, and Qwen3Pipeline makes text in track 'ar'"),

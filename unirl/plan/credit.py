@@ -17,7 +17,7 @@ from unirl.plan.placement import capabilities_of
 from unirl.reward.base import RewardScorer
 from unirl.reward.combine import without_reward
 from unirl.reward.contract import check_capabilities, check_constructor, check_reads, check_scorer
-from unirl.reward.service import no_such_track, same_component
+from unirl.reward.service import same_component
 from unirl.types.credit import CREDIT_RULES
 
 # Rewards
@@ -47,7 +47,6 @@ def check_rewards(recipe: Recipe, scored: str) -> None:
     """
     if len(recipe.policies) > 1:
         _check_reached(recipe, scored)
-    _check_names(recipe, scored)
     blocks = scored_by(recipe, scored)
     for name, block in blocks.items():
         _check_declared(block)
@@ -85,24 +84,6 @@ def _check_reached(recipe: Recipe, scored: str) -> None:
             f"trainer: {trainer} scores the track '{scored}', and the last track of this recipe is '{last}', which no "
             "reward would reach. Leave the trainer block out, or set `track` of the class to the last track"
         )
-
-
-def _check_names(recipe: Recipe, scored: str) -> None:
-    """`reward.tracks` may name the tracks that another one continues."""
-    own, tracks = recipe.config.track_rewards, list(recipe.policies)
-    for name in own:
-        if len(tracks) == 1:
-            raise IncompatibleError(
-                f"reward.tracks.{name}: this recipe has one track, which reward.backend scores. Write ~reward.tracks; "
-                "unirl.reward.combine.WeightedRewards adds up several scorers"
-            )
-        if name not in tracks:
-            raise IncompatibleError(no_such_track(name, tracks))
-        if name == scored:
-            raise IncompatibleError(
-                f"reward.tracks.{name}: reward.backend scores the track '{name}', which is the last one. Write the "
-                "scorer there; unirl.reward.combine.WeightedRewards adds up several"
-            )
 
 
 def modalities_of(track: str, config: RecipeConfig) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from unirl.algorithms.base import StageAlgorithm
 from unirl.algorithms.shared.advantages import SIBLING_BASELINE, GroupAdvantage
@@ -122,8 +122,22 @@ def _check_modality(recipe: Recipe, track: str, block: Node) -> None:
             settings = "" if capabilities_of(node).modalities else ", or the settings with which this one scores it"
             raise IncompatibleError(
                 f"{node.path} scores {' and '.join(scored)}, and {pipeline} makes {' and '.join(made)}{place}. "
-                f"Choose a reward for this modality{settings}"
+                f"Write a scorer of {' or '.join(made)} here{settings}{_fitting_place(recipe, scored)}"
             )
+
+
+def _fitting_place(recipe: Recipe, scored: Sequence[str]) -> str:
+    """The end of a refusal: the tracks that a scorer of these modalities could score, and where it would be written."""
+    if len(recipe.policies) == 1:
+        return ""
+    fitting = [name for name, config in recipe.policies.items() if set(scored) & set(modalities_of(name, config))]
+    if not fitting:
+        return f". No track of this recipe is of {' or '.join(scored)}"
+    last = list(recipe.policies)[-1]
+    keys = ["reward.backend" if name == last else f"reward.tracks.{name}.backend" for name in fitting]
+    return (
+        f". A scorer of {' and '.join(scored)} fits the track {' or '.join(fitting)}: write it as {' or '.join(keys)}"
+    )
 
 
 def _check_weights(block: Node) -> None:

@@ -161,9 +161,17 @@ class Saboteur:
         os.kill(os.getpid(), signal.SIGKILL)
 
     @broadcast
-    def deadlock(self) -> None:
-        """Every rank but the first waits for the first, which waits for nobody to come."""
-        if current().rank == 0:
+    def deadlock(self, folder: str | None = None) -> None:
+        """Every rank but the first waits for the first, which waits for nobody to come.
+
+        Args:
+            folder: gets a file for each rank before it waits, when the ranks have met.
+        """
+        rank = current().rank
+        if folder is not None:
+            current().sum_over_dp(1.0)
+            (Path(folder) / str(rank)).touch()
+        if rank == 0:
             threading.Event().wait()
         current().sum_over_dp(1.0)
 

@@ -118,11 +118,16 @@ def test_workers_are_replaced_after_a_death(ray_pool) -> None:
 
 
 @pytest.mark.slow
-def test_a_deadlock_ends_with_the_stacks_of_all_ranks(ray_pool, saboteur, tmp_path) -> None:
+def test_a_deadlock_ends_with_the_stacks_of_all_ranks(ray_pool, saboteur, tmp_path_factory, monkeypatch) -> None:
+    monkeypatch.setattr("unirl.distributed.group.ray_pool.ANSWER_S", 120.0)  # workers of a busy machine answer late
+    tmp_path, begun = tmp_path_factory.mktemp("stacks"), tmp_path_factory.mktemp("begun")
     ray_pool.stack_dir = tmp_path
     try:
         with ray_pool.watch("train"), pytest.raises(StallError) as caught:
-            submit(saboteur.deadlock).result(2.0)
+            pending = submit(saboteur.deadlock, str(begun))
+            # The limit begins when both ranks wait, so it says nothing about how fast they got there.
+            assert wait_until(lambda: len(list(begun.iterdir())) == 2, 300)
+            pending.result(2.0)
     finally:
         ray_pool.stack_dir = None
     message = str(caught.value)

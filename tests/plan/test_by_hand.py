@@ -2,15 +2,17 @@
 
 import contextlib
 import gc
+from dataclasses import replace
 from functools import cache
 
 import pytest
 
 from unirl.config.load import load
-from unirl.plan.cost import GIB, memory_table
+from unirl.plan.cost import GIB, copied_for_saves, memory_table, saved_bytes
 from unirl.plan.sizes import RunSizes, resident_parts
 from unirl.testing.second_device import second_devices
 from unirl.tracking.tracker import PhaseTimers
+from unirl.train.backend.writer import FileWriter
 from unirl.trainer.assemble import build_trainer
 
 STORED = ("stored latents", "stored conditions", "rows that are trained")
@@ -150,6 +152,28 @@ def test_weights_stored_rows_and_moments_are_those_that_a_toy_allocates(recipe, 
     assert allocated["generate"] - built == pytest.approx(stored, rel=TOLERANCE, abs=64)
     # The scorer's own weights come with the reward, and the moments with the first update.
     assert allocated["train"] - allocated["reward"] == pytest.approx(moments, rel=TOLERANCE, abs=64)
+
+
+@pytest.mark.parametrize("recipe", ["diffusion/quickstart_nft", "llm/qwen3_grpo_4b_base_dapo"])
+def test_the_copies_for_background_saves_are_as_large_as_those_that_a_toy_makes(recipe, tmp_path):
+    words = ["scale=toy", "num_devices=1", "num_rollouts=1", "evaluation.eval_steps=0", "tracking.sample_steps=0"]
+    loaded, copied, begin = load(recipe, [*words, f"run.dir={tmp_path / 'run'}"]), {}, FileWriter.begin
+
+    def noting_copies(self, directory, files):
+        begin(self, directory, files)
+        copied.update({name.removesuffix(".safetensors"): len(data) for name, data in self.buffers.items()})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileWriter, "begin", noting_copies)
+        with build_trainer(loaded) as trainer:
+            trainer.train()
+    run = RunSizes.of(loaded.config)
+    saved = saved_bytes(run.sizes, run.settings)
+    assert saved == pytest.approx({stem: size for stem, size in copied.items() if size}, rel=0.01)  # AdamW's counts
+    in_background = copied_for_saves(run.sizes, run.settings)
+    blocking = copied_for_saves(replace(run.sizes, saves_in_background=False), run.settings)
+    assert all(saved[stem] <= gib * GIB < 2 * saved[stem] for stem, gib in in_background.items())
+    assert blocking == {"optimizer": pytest.approx(saved["optimizer"] / GIB)}
 
 
 def noting(phase, devices, allocated):

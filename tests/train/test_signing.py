@@ -9,11 +9,13 @@ import pytest
 
 from tests.train.test_checkpoint_store import save
 from unirl.cli.main import main
-from unirl.config.errors import InvalidValueError
+from unirl.config.errors import InvalidValueError, ResumeError
+from unirl.config.load import load
 from unirl.train.backend.checkpoint import CheckpointStore, verify
 from unirl.train.backend.manifest import MANIFEST, seal
 from unirl.train.backend.remote import RemoteCheckpoints
 from unirl.train.backend.signing import SIGNATURE, read_key
+from unirl.trainer.assemble import build_trainer
 
 KEY = b"0123456789abcdef"
 
@@ -97,3 +99,31 @@ def test_the_command_checks_the_signature_and_reads_every_tensor(signed: Path, t
     monkeypatch.setenv("CHECKPOINT_KEY", "another key of some length")
     assert main(["ckpt", "verify", folder, "--key", "env:CHECKPOINT_KEY"]) == 7
     assert "signed with another key" in capsys.readouterr().err
+
+
+def run(folder: Path, *overrides: str) -> Path:
+    """Run two steps of a toy, with a checkpoint after each, or continue to the number of steps in `overrides`."""
+    words = ["scale=toy", "num_rollouts=2", "save_interval=1", "evaluation.eval_steps=0", "tracking.sample_steps=0"]
+    with build_trainer(load("diffusion/sd3_trainside", [*words, f"run.dir={folder}", *overrides])) as trainer:
+        trainer.train()
+    return folder / "checkpoints"
+
+
+def test_a_signed_run_is_continued_with_its_key_only_and_another_run_that_begins_from_it_is_warned(
+    tmp_path: Path, monkeypatch, capsys
+) -> None:
+    monkeypatch.setenv("CHECKPOINT_KEY", KEY.decode())
+    key = "checkpoint.signing_key=env:CHECKPOINT_KEY"
+    checkpoints = run(tmp_path / "run", key)
+    last = checkpoints / "checkpoint-000002"
+    assert verify(last, key=KEY) == []
+    with pytest.raises(ResumeError, match=r"belongs to a run with signed checkpoints.*key of the run, or branch off"):
+        run(tmp_path / "run", "num_rollouts=3")
+    capsys.readouterr()
+    other = run(tmp_path / "other", "num_rollouts=3", f"resume={last}")
+    assert f"the signature of {last} is not checked" in capsys.readouterr().err
+    assert not (other / "checkpoint-000003" / SIGNATURE).exists()
+    for signature in checkpoints.glob(f"*/{SIGNATURE}"):
+        signature.unlink()
+    with pytest.raises(ResumeError, match="belongs to a run with signed checkpoints"):
+        run(tmp_path / "run", "num_rollouts=3")

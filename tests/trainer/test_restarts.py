@@ -12,10 +12,12 @@ import pytest
 from tests.processes import wait_until
 from tests.trainer.child import begin, said
 from tests.trainer.killing import outcome, steps_in
+from unirl.cli.signals import stop_on_signal
 from unirl.config.errors import DataError, LostWorkerError, ResourceError, StallError, WorkerError
 from unirl.config.failures import Restart, Session
-from unirl.config.load import load
+from unirl.config.load import Recipe, load
 from unirl.tracking.tables import read_rows
+from unirl.trainer import restarts
 from unirl.trainer.restarts import Attempt, attempts
 
 RAY = (
@@ -31,8 +33,7 @@ def ends(session: Session, errors: list[Exception], *overrides: str, stop: bool 
     for attempt in attempts(recipe, session):
         done.append(attempt)
         with attempt:
-            if stop:
-                attempt.stopping(lambda signum: None)(15)
+            attempt.is_stopping = stop
             if errors:
                 raise errors.pop(0)
     return done
@@ -52,6 +53,36 @@ def test_a_run_that_began_from_a_checkpoint_elsewhere_begins_there_again_until_i
     assert ends(session, errors.copy(), "resume=elsewhere")[1].recipe.config.resume == "elsewhere"
     (tmp_path / "checkpoints/checkpoint-000001").mkdir(parents=True)
     assert ends(session, errors, "resume=elsewhere")[1].recipe.config.resume == "auto"
+
+
+def test_a_stop_signal_reaches_the_trainer_only_while_it_trains_and_ends_the_restarts(tmp_path, monkeypatch) -> None:
+    """Signal handlers begin after the trainer is built, and end before it is closed."""
+    events: list[object] = []
+
+    class Builds:
+        """In place of `build_trainer`: its context and its trainer."""
+
+        def __init__(self, recipe: Recipe, session: Session) -> None:
+            events.append(signal.getsignal(signal.SIGTERM))
+
+        def __enter__(self) -> Builds:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            events.append(signal.getsignal(signal.SIGTERM))
+
+        def request_stop(self, signum: int) -> None:
+            events.append(signum)
+
+    monkeypatch.setattr(restarts, "build_trainer", Builds)
+    before = signal.getsignal(signal.SIGTERM)
+    recipe = load("diffusion/sd3_trainside", ["scale=toy"])
+    with pytest.raises(LostWorkerError):
+        for attempt in attempts(recipe, Session(run_dir=tmp_path)):
+            with attempt, attempt.trainer(stop_on_signal):
+                signal.raise_signal(signal.SIGTERM)
+                raise LostWorkerError("died while it stopped")
+    assert events == [before, signal.SIGTERM, before]
 
 
 @pytest.mark.parametrize("error", [DataError("no file"), WorkerError("a bug in a role"), RuntimeError("a bug")])

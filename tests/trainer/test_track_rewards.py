@@ -20,6 +20,7 @@ from unirl.plan.sizes import sizes_of_policies
 from unirl.trainer.assemble import build_trainer
 
 PE, BAGEL, CHAIN = "pe/pe_trainside_pickscore", "unified_model/bagel_think_joint", "unified_model/hi3_think"
+JOINT = "unified_model/hi3_joint"
 COMMON = ("scale=toy", "num_rollouts=2", "tracking.sample_steps=0", "evaluation.eval_steps=0", "plugins=[tests]")
 OF_RECIPE = {
     PE: ("rollout.pe_marker=null", "ar.sampling.max_new_tokens=64"),  # some responses end before
@@ -29,6 +30,7 @@ LENGTH = "{_target_: unirl.reward.local.length.TextLengthRewardScorer, config: {
 JUDGE = "{_target_: tests.trainer.text_reward.SharedLetters}"
 FAULTY = "{_target_: tests.trainer.text_reward.SharedLetters, share: 0.3}"
 PICKSCORE = "{_target_: unirl.reward.local.pickscore.PickScoreRewardScorer}"
+VIDEO = "{_target_: unirl.reward.local.video_pickscore.VideoPickScoreRewardScorer}"
 REMOTE = "{_target_: unirl.reward.remote.RemoteRewardBackend, config: {base_url: http://h:1, required_rewards: [a]}}"
 
 
@@ -218,13 +220,46 @@ def test_two_ray_workers_score_as_one_process_does(finished, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("recipe", "override", "code", "says"),
     [
-        (PE, reward_of("arr", JUDGE), 2020, "reward.tracks.arr names no track. Did you mean 'ar'? The tracks are ar,"),
-        (BAGEL, reward_of("recaption", JUDGE), 2020, "reward.tracks.recaption names no track. The tracks are think,"),
+        (
+            PE,
+            reward_of("arr", JUDGE),
+            2020,
+            "is sampled. Did you mean 'ar'? The tracks are ar, diffusion",
+        ),
+        (
+            BAGEL,
+            "reward.tracks.plan.weight=1",
+            2020,
+            "plan names no track that is sampled. The tracks are think",
+        ),
+        (
+            JOINT,
+            "reward.tracks.think.weight=1",
+            2020,
+            "To sample think as well, write sampling.think and",
+        ),
+        (JOINT, "reward.tracks.image.weight=1", 2020, "reward.backend scores the track 'image', which is the last one"),
+        ("diffusion/quickstart", "reward.tracks.image.weight=1", 2020, "this recipe has one track"),
         (PE, reward_of("diffusion", PICKSCORE), 2020, "reward.backend scores the track 'diffusion'"),
         ("diffusion/quickstart", reward_of("image", JUDGE), 2020, "this recipe has one track"),
         (PE, reward_of("ar", PICKSCORE), 2020, "ar.backend scores image, and Qwen3Pipeline makes text in track 'ar'"),
+        (
+            PE,
+            reward_of("ar", PICKSCORE),
+            2020,
+            "Write a scorer of text here. A scorer of image fits the track diffusion:",
+        ),
+        (PE, reward_of("ar", PICKSCORE), 2020, "fits the track diffusion: write it as reward.backend"),
         (BAGEL, reward_of("think", PICKSCORE), 2020, "scores image, and BagelPipeline makes text in track 'think'"),
         (BAGEL, f"reward.backend={JUDGE}", 2020, "scores text, and BagelPipeline makes image in track 'image'"),
+        (
+            BAGEL,
+            f"reward.backend={JUDGE}",
+            2020,
+            "Write a scorer of image here. A scorer of text fits the track think:",
+        ),
+        (CHAIN, f"reward.backend={JUDGE}", 2020, "as reward.tracks.think.backend or reward.tracks.recaption.backend"),
+        (BAGEL, f"reward.backend={VIDEO}", 2020, "No track of this recipe is of video"),
         (PE, reward_of("ar", REMOTE), 2020, "or the settings with which this one scores it"),
         (PE, reward_of("ar", weighted({"a": PICKSCORE}, a=1)), 2020, "tracks.ar.backend.scorers.a scores image"),
         (PE, reward_of("ar", JUDGE, weight=0), 2004, "reward.tracks.ar.weight=0: the scores would not count"),

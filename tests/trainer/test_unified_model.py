@@ -13,7 +13,7 @@ import torch
 from tests.run_files import metrics_of
 from unirl.cli.main import main
 from unirl.cli.plan import made_by
-from unirl.config.errors import Preempted, UniRLError
+from unirl.config.errors import IncompatibleError, Preempted, UniRLError
 from unirl.config.load import load
 from unirl.config.recipe import UnifiedConfig, keys_of_policy, policy_keys, recipe_class, said_of_policy
 from unirl.plan.preflight import preflight
@@ -248,8 +248,24 @@ def test_a_track_that_the_model_does_not_have_is_refused() -> None:
         "sampling.plan={_target_: unirl.types.sampling.ARSamplingParams}",
         "algorithm.plan={_target_: unirl.algorithms.ar_grpo.ARGRPO}",
     ]
-    with pytest.raises(UniRLError, match="sampling names the track plan, and BagelPipeline samples think, image"):
+    with pytest.raises(UniRLError, match=r"sampling.plan .*BagelPipeline has no track 'plan'\. Its .* think, image"):
         preflight(load(RECIPE, overrides))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "pipeline", "tracks"),
+    [
+        ("unified_model/bagel_think_joint", "BagelPipeline", "think, image"),
+        ("unified_model/hi3_joint", "HunyuanImage3Pipeline", "think, recaption, image"),
+    ],
+)
+@pytest.mark.parametrize("key", ["sampling.{}.max_new_tokens", "algorithm.{}.clip_range"])
+def test_a_key_of_a_track_that_a_unified_family_lacks_lists_those_that_it_has(recipe, pipeline, tracks, key) -> None:
+    with pytest.raises(IncompatibleError) as refused:
+        load(recipe, ["scale=toy", f"{key.format('recaptions')}=1"])
+    block = key.partition(".")[0]
+    assert str(refused.value).startswith(f"{block}.recaptions (command line): {pipeline} has no track 'recaptions'.")
+    assert f"Its tracks are {tracks}." in str(refused.value) and "loss" not in str(refused.value)
 
 
 def test_the_plan_counts_the_tokens_of_the_text_and_the_images_of_the_image() -> None:

@@ -38,6 +38,7 @@ from unirl.reward.client.wire import ItemError
 log = logging.getLogger("reward_service")
 
 MAX_RETRY_AFTER_S = 30
+ENVIRONMENTS = "unirl-reward-service/envs/README.md has the two commands"
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.5, 60.0
 """Seconds between attempts to restart a worker; the pause doubles from the first value to the last."""
 STOPS = ItemError("unavailable", "the service stops")
@@ -244,7 +245,10 @@ class Replica:
         try:
             self.child = child = await Child.start(command, config.environment(self._number))
         except OSError as error:
-            raise RewardError(f"rewards: {config.name} has python={config.python!r}: {error.strerror}") from error
+            raise RewardError(
+                f"rewards: {config.name} has python={config.python!r}: {error.strerror}. Make this environment "
+                f"({ENVIRONMENTS}), or remove `python` to use that of the service"
+            ) from error
         try:
             answer = await child.ask(self._reward.build_message(), self._reward.load_timeout_s)
         except TimeoutError as error:
@@ -257,7 +261,8 @@ class Replica:
         except PeerGone as error:
             how = await child.describe_end()
             raise RewardError(
-                f"the worker of reward {config.name!r} {how} while it loaded its scorer; its output is above"
+                f"the worker of reward {config.name!r} {how} while it loaded its scorer; its output is above. If it "
+                f"lacks a module, install what the scorer needs into {command[0]} ({ENVIRONMENTS})"
             ) from error
         if isinstance(answer, ScorerNotLoaded):
             await child.kill()

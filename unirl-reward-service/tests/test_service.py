@@ -5,12 +5,14 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx2
@@ -19,6 +21,7 @@ import pytest
 import torch
 from reward_service.__main__ import main
 from reward_service.client import RewardClient
+from reward_service.config import read_config
 from reward_service.faults import image_file, noise, video_file
 
 from tests.processes import is_running, wait_until
@@ -247,6 +250,35 @@ def test_a_scorer_that_cannot_be_built_ends_the_start_with_its_error(tmp_path, c
     file.write_text(json.dumps({"server": {"port": 0}, "rewards": [reward]}))
     assert main([str(file)]) == 2
     assert "Did you mean 'pickscore'?" in capsys.readouterr().err
+
+
+def test_an_environment_that_is_absent_or_lacks_packages_ends_the_start_with_the_way_to_make_it(tmp_path, capsys):
+    bare = tmp_path / "bare"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -IS "$@"\n')
+    bare.chmod(0o700)
+    file = tmp_path / "service.yaml"
+    for python, says in (
+        (tmp_path / "none", "No such file or directory. Make"),
+        (bare, "install what the scorer needs"),
+    ):
+        reward = {"name": "a", "scorer": "brightness", "python": str(python)}
+        file.write_text(json.dumps({"server": {"port": 0}, "rewards": [reward]}))
+        assert main([str(file)]) == 6
+        error = capsys.readouterr().err
+        assert says in error and "unirl-reward-service/envs/README.md" in error
+
+
+def test_the_first_example_of_the_readme_needs_no_environment_and_the_others_name_one_that_has_a_file(tmp_path):
+    folder = Path(__file__).parents[1]
+    examples = re.findall(r"```yaml\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    configs = []
+    for number, text in enumerate(examples):
+        (tmp_path / f"{number}.yaml").write_text(text)
+        configs.append(read_config(tmp_path / f"{number}.yaml"))
+    assert [(reward.python, reward.device) for reward in configs[0].rewards] == [(None, "cpu")]
+    named = [reward.python for config in configs[1:] for reward in config.rewards if reward.python is not None]
+    files = {f".envs/{file.stem}/bin/python" for file in (folder / "envs").glob("*.txt")}
+    assert named and set(named) <= files
 
 
 STARTS_ONE = """

@@ -181,6 +181,7 @@ def plan_facts(recipe: Recipe, sizes: RecipeSizes, device: Device) -> dict[str, 
         "sizes": asdict(plan.sizes),
         "settings": asdict(plan.settings),
         "memory_gib": [asdict(row) for row in (row for _, row in plan.memory)],
+        "main_memory_gib": {"saves": cost.copied_for_saves(plan.sizes, plan.settings)},
         "device": asdict(device),
         "fits": _peak(plan)[0] <= usable(device.memory_gib),
         "time": {name: asdict(phase) for name, phase in times.items()},
@@ -216,6 +217,7 @@ def _policy_text(recipe: Recipe, sizes: RecipeSizes, device: str | None) -> str:
             f"parameters {_count(plan.sizes.trainable_parameters * plan.sizes.is_trained)} trained; {listed}",
             _memory_text([(home.words, row) for home, row in plan.memory]),
             _room_text(*_peak(plan), chosen),
+            _saves_text(plan),
             _time_text(plan, chosen, about, recipe.config.num_rollouts),
             f"measured   {_measured_text(recipe)}",
         ]
@@ -243,6 +245,15 @@ def _room_text(gib: float, at: str, device: Device) -> str:
     room = usable(device.memory_gib)
     fits = f"fits {device.name}" if gib <= room else f"does not fit {device.name}. `unirl fit` searches settings"
     return f"             peak {gib:,.1f} of {room:.1f} GiB ({at}): {fits}"
+
+
+def _saves_text(plan: RunSizes) -> str:
+    """One line about the main memory that saves need."""
+    copied = cost.copied_for_saves(plan.sizes, plan.settings)
+    listed = ", ".join(f"{stem} {gib_text(gib)}" for stem, gib in copied.items())
+    kept = "pinned and kept, checkpoint.asynchronous" if plan.sizes.saves_in_background else "one file at a time"
+    total = gib_text(sum(copied.values()))
+    return f"saves      {total} GiB of main memory in each training process for copies of {listed} ({kept})"
 
 
 def _peak(plan: RunSizes) -> tuple[float, str]:

@@ -31,6 +31,7 @@ from unirl.config.schema import Schema, schema_of
 from unirl.config.secrets import public, reference, secret_keys, secret_values
 from unirl.config.targets import check_plugins, find_target
 from unirl.config.toy import toy_layer
+from unirl.config.tracks import check_track_names
 from unirl.config.trust import trusted
 from unirl.config.values import ReadContext, read
 from unirl.types.credit import CreditName
@@ -144,6 +145,7 @@ def check(composed: ComposedConfig) -> Recipe:
     _refuse_empty_variables(composed)
     tree = composed.resolved()
     _refuse_keys_of_no_track(composed, tree, plugins)
+    check_track_names(tree, schemas_of(tree, plugins).get("pipeline"), composed.where)
     try:
         root = check_node(tree, recipe_class(tree), plugins=plugins, where=composed.where)
     except UnknownKeyError as error:

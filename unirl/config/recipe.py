@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
@@ -399,6 +399,15 @@ class WritesTexts(Protocol):
     text_tracks: tuple[str, ...]
     """The tracks of the texts, in the order in which they are written."""
 
+    def tracks(self) -> tuple[str, ...]:
+        """All tracks that it can sample, each before the one that continues it. A classmethod."""
+
+
+def in_chain(tracks: Iterable[str], pipeline: object) -> list[str]:
+    """The tracks, each before the one that continues it: in the order of the pipeline's texts, then as given."""
+    texts = pipeline.text_tracks if isinstance(pipeline, WritesTexts) else ()
+    return sorted(tracks, key=lambda track: texts.index(track) if track in texts else len(texts))
+
 
 @dataclass(frozen=True, kw_only=True)
 class UnifiedConfig(RunSettings):
@@ -453,10 +462,8 @@ class UnifiedConfig(RunSettings):
 
     @property
     def chain(self) -> list[str]:
-        """The tracks, each before the one that continues it: in the order of the pipeline's texts, then as written."""
-        pipeline = self.pipeline.schema.owner
-        texts = list(pipeline.text_tracks) if isinstance(pipeline, WritesTexts) else []
-        return sorted(self.sampling, key=lambda track: texts.index(track) if track in texts else len(texts))
+        """The tracks, each before the one that continues it."""
+        return in_chain(self.sampling, self.pipeline.schema.owner)
 
     @property
     def policies(self) -> dict[str, RecipeConfig]:

@@ -20,7 +20,7 @@ class CheckpointConfig:
     `keep_checkpoints`. It is a multiple of `save_interval`; 0 = no milestones."""
     signing_key: str | None = None
     """Sign manifests with this secret key: `env:NAME` for an environment variable, or the path of a file with mode 600.
-    The run then resumes only from checkpoints that are signed with it."""
+    The run then resumes only from checkpoints that are signed with it, and is not continued without the key."""
     copy_to: str | None = None
     """A URL where every checkpoint is copied after it is published: s3://bucket/run, gs://..., file:///disk2/run."""
 

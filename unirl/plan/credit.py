@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from unirl.algorithms.base import StageAlgorithm
 from unirl.algorithms.shared.advantages import SIBLING_BASELINE, GroupAdvantage
@@ -17,7 +17,7 @@ from unirl.plan.placement import capabilities_of
 from unirl.reward.base import RewardScorer
 from unirl.reward.combine import without_reward
 from unirl.reward.contract import check_capabilities, check_constructor, check_reads, check_scorer
-from unirl.reward.service import no_such_track, same_component
+from unirl.reward.service import same_component
 from unirl.types.credit import CREDIT_RULES
 
 # Rewards
@@ -47,7 +47,6 @@ def check_rewards(recipe: Recipe, scored: str) -> None:
     """
     if len(recipe.policies) > 1:
         _check_reached(recipe, scored)
-    _check_names(recipe, scored)
     blocks = scored_by(recipe, scored)
     for name, block in blocks.items():
         _check_declared(block)
@@ -87,24 +86,6 @@ def _check_reached(recipe: Recipe, scored: str) -> None:
         )
 
 
-def _check_names(recipe: Recipe, scored: str) -> None:
-    """`reward.tracks` may name the tracks that another one continues."""
-    own, tracks = recipe.config.track_rewards, list(recipe.policies)
-    for name in own:
-        if len(tracks) == 1:
-            raise IncompatibleError(
-                f"reward.tracks.{name}: this recipe has one track, which reward.backend scores. Write ~reward.tracks; "
-                "unirl.reward.combine.WeightedRewards adds up several scorers"
-            )
-        if name not in tracks:
-            raise IncompatibleError(no_such_track(name, tracks))
-        if name == scored:
-            raise IncompatibleError(
-                f"reward.tracks.{name}: reward.backend scores the track '{name}', which is the last one. Write the "
-                "scorer there; unirl.reward.combine.WeightedRewards adds up several"
-            )
-
-
 def modalities_of(track: str, config: RecipeConfig) -> tuple[str, ...]:
     """The modalities of the samples of a track; () if the pipeline does not say.
 
@@ -141,8 +122,22 @@ def _check_modality(recipe: Recipe, track: str, block: Node) -> None:
             settings = "" if capabilities_of(node).modalities else ", or the settings with which this one scores it"
             raise IncompatibleError(
                 f"{node.path} scores {' and '.join(scored)}, and {pipeline} makes {' and '.join(made)}{place}. "
-                f"Choose a reward for this modality{settings}"
+                f"Write a scorer of {' or '.join(made)} here{settings}{_fitting_place(recipe, scored)}"
             )
+
+
+def _fitting_place(recipe: Recipe, scored: Sequence[str]) -> str:
+    """The end of a refusal: the tracks that a scorer of these modalities could score, and where it would be written."""
+    if len(recipe.policies) == 1:
+        return ""
+    fitting = [name for name, config in recipe.policies.items() if set(scored) & set(modalities_of(name, config))]
+    if not fitting:
+        return f". No track of this recipe is of {' or '.join(scored)}"
+    last = list(recipe.policies)[-1]
+    keys = ["reward.backend" if name == last else f"reward.tracks.{name}.backend" for name in fitting]
+    return (
+        f". A scorer of {' and '.join(scored)} fits the track {' or '.join(fitting)}: write it as {' or '.join(keys)}"
+    )
 
 
 def _check_weights(block: Node) -> None:

@@ -37,7 +37,7 @@ from unirl.config.recipe import RecipeConfig, keys_of_policy, said_of_policy
 from unirl.config.schema import dotted_name
 from unirl.models.base import Bundle
 from unirl.models.loading.estimate import ModelEstimate
-from unirl.models.unified.pipeline import IMAGE, UnifiedPipeline
+from unirl.models.unified.pipeline import UnifiedPipeline
 from unirl.plan.compatibility import check_compatibility
 from unirl.plan.credit import check_credit, check_rewards, credit_notices
 from unirl.plan.geometry import Geometry, check_geometry, geometry_of
@@ -295,13 +295,6 @@ def check_chain(recipe: Recipe) -> None:
         raise IncompatibleError(
             f"sampling names the tracks {', '.join(tracks)}, and {config.pipeline.class_name} samples one track. Write "
             "sampling and algorithm without names, or take the bundle and the pipeline of a unified model"
-        )
-    chain = (*owner.text_tracks, IMAGE)
-    unknown = [name for name in tracks if name not in chain]
-    if unknown:
-        raise IncompatibleError(
-            f"sampling names the track {unknown[0]}, and {config.pipeline.class_name} samples {', '.join(chain)}. Name "
-            "some of these"
         )
     stack = config.stack
     if issubclass(stack.schema.owner, UnifiedModelStack):  # a stack of another class checks its own settings

@@ -332,6 +332,7 @@ def _sizes(
         sync_bytes=transfer.num_bytes / transfer.interval,
         sync_crosses=_nodes(placement.train, config) != _nodes(placement.rollout, config),
         devices_per_node=config.devices_per_node,
+        saves_in_background=config.checkpoint.asynchronous,
         takes_turns=placement.relation == "colocate",
     )
 

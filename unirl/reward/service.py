@@ -15,8 +15,8 @@ from unirl.config.errors import (
     IncompatibleError,
     InvalidScoreError,
     RewardError,
-    did_you_mean,
 )
+from unirl.config.tracks import no_such_track
 from unirl.distributed.group.dispatch import broadcast, rank0, scatter
 from unirl.distributed.group.rank import current
 from unirl.models.images import fit_image, read_image
@@ -259,11 +259,6 @@ class RewardService:
         if names:
             for scorer in self.scorers:
                 scorer.onload()
-
-
-def no_such_track(name: str, tracks: Sequence[str]) -> str:
-    """The message for a reward of a track that is not sampled."""
-    return f"reward.tracks.{name} names no track.{did_you_mean(name, tracks)} The tracks are {', '.join(tracks)}"
 
 
 def same_component(part: str, track: str, other: str) -> str:

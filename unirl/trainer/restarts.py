@@ -1,7 +1,7 @@
 """Restarts of a run inside one command, after a lost worker: from the newest checkpoint, as by a resume.
 
 for attempt in attempts(recipe, session):
-    with attempt, build_trainer(attempt.recipe, session) as trainer:
+    with attempt, attempt.trainer(stop_on_signal) as trainer:
         trainer.train()
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -17,7 +18,11 @@ from unirl.config.failures import Restart, Session
 from unirl.config.load import Recipe, load
 from unirl.plan.machine import is_elsewhere
 from unirl.train.backend.checkpoint import CheckpointStore
+from unirl.trainer.assemble import build_trainer
+from unirl.trainer.loop import Trainer
 
+OnSignal = Callable[[Callable[[int], None]], AbstractContextManager[None]]
+"""Given what a stop signal does, the block in which it does that."""
 RESTARTED = (LostWorkerError, StallError)
 """Errors after which a run starts again. Others would come again, or are for the user to judge."""
 
@@ -46,14 +51,21 @@ class Attempt:
     restarts: bool = field(default=False, init=False)
     """True after an error that allows a restart."""
 
-    def stopping(self, request_stop: Callable[[int], None]) -> Callable[[int], None]:
-        """`request_stop`, which also keeps this run from starting again."""
+    @contextmanager
+    def trainer(self, on_signal: OnSignal) -> Iterator[Trainer]:
+        """The trainer of this attempt. A stop signal lets it finish its step, and keeps the run from starting again.
 
-        def stop(signum: int) -> None:
-            self.is_stopping = True
-            request_stop(signum)
+        Args:
+            on_signal: `unirl.cli.signals.stop_on_signal`. Its handlers end before the trainer is closed.
+        """
+        with build_trainer(self.recipe, self.session) as trainer:
 
-        return stop
+            def stop(signum: int) -> None:
+                self.is_stopping = True
+                trainer.request_stop(signum)
+
+            with on_signal(stop):
+                yield trainer
 
     def __enter__(self) -> Attempt:
         return self

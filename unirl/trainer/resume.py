@@ -14,6 +14,7 @@ from unirl.config.recipe import RecipeConfig, policy_keys
 from unirl.config.values import show
 from unirl.train.backend.checkpoint import CheckpointStore, ResumePoint, open_checkpoint
 from unirl.train.backend.remote import RemoteCheckpoints, is_url
+from unirl.train.backend.signing import is_signed
 from unirl.train.backend.state import check_trained_weights, read_counters
 from unirl.train.configs import LoraConfig
 from unirl.trainer.run_state import policy_folder, read_state
@@ -110,6 +111,8 @@ def check_resumable(point: ResumePoint, own: Path, recipe: Recipe) -> None:
     if point.checkpoint is None:
         return
     path = point.checkpoint.path
+    if path.parent == own and recipe.config.checkpoint.signing_key is None:
+        _check_unsigned(path)
     changed = changed_keys(read_state(path)["recipe"], recipe.public()) if path.parent == own else []
     if changed:
         shown = sorted(changed, key=lambda change: "_target_" not in change.partition(":")[0])[:SHOWN_CHANGES]
@@ -128,6 +131,21 @@ def check_resumable(point: ResumePoint, own: Path, recipe: Recipe) -> None:
                 "Remove one of the two"
             )
         check_trained_weights(read_counters(policy_folder(path, name)), lora)
+
+
+def _check_unsigned(path: Path) -> None:
+    """Refuse to continue a run with signed checkpoints without its key. The signature would mean nothing from then on.
+
+    A removed signature is noticed by the recipe in the checkpoint. The message does not repeat where that recipe reads
+    its key, because nothing has verified it.
+    """
+    if is_signed(path) or get(read_state(path)["recipe"], "checkpoint.signing_key") is not None:
+        raise ResumeError(
+            f"{path.name} belongs to a run with signed checkpoints, and this start has no checkpoint.signing_key: its "
+            "signature would not be checked, later checkpoints would be unsigned, and a start with the key would pass "
+            "them over. Set checkpoint.signing_key to the key of the run, or branch off without signatures, if you "
+            f"trust the folder: resume={path} run.dir=<new folder>"
+        )
 
 
 def continued(config: RecipeConfig) -> RecipeConfig:

@@ -23,6 +23,7 @@ from unirl.train.backend.base import TrainBackend
 from unirl.train.backend.checkpoint import Checkpoint, CheckpointStore, ResumePoint, checkpoint_name, still_there
 from unirl.train.backend.health import STATE_FILE, listed
 from unirl.train.backend.remote import RemoteCheckpoints
+from unirl.train.backend.signing import is_signed
 from unirl.trainer.saving import BackgroundSave
 from unirl.types.device import accelerator, device_name
 from unirl.types.protocols import State, Stateful
@@ -195,6 +196,11 @@ class RunState:
         for reason in self.resume.skipped:
             self.tracker.warn(str(reason))
         if self.resume.checkpoint is not None:
+            if self.checkpoints.key is None and is_signed(self.resume.checkpoint.path):
+                self.tracker.warn(
+                    f"the signature of {self.resume.checkpoint.path} is not checked, because this recipe has no "
+                    "checkpoint.signing_key: whoever can write to that folder can have changed the checkpoint"
+                )
             self.load(self.resume.checkpoint)
             self.checkpoints.discard_after(self.step)
             self.tracker.note(f"resumed from {self.resume.checkpoint.path.name} (step {self.step})")

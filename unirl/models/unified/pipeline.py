@@ -51,6 +51,11 @@ class UnifiedPipeline(DiffusionPipeline[BundleT], PeftPipeline[BundleT]):
     text_tracks: ClassVar[tuple[str, ...]]
     """The texts that the model can write before an image, in their order. A recipe may leave some out."""
 
+    @classmethod
+    def tracks(cls) -> tuple[str, ...]:
+        """The tracks that the model can sample, each before the one that continues it."""
+        return (*cls.text_tracks, IMAGE)
+
     @cached_property
     def text_stages(self) -> dict[str, ARStage]:
         """The policies of texts that were asked for, by track."""

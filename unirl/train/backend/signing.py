@@ -64,6 +64,11 @@ def signature_of(manifest: bytes, key: bytes) -> str:
     return hmac.new(key, manifest, hashlib.sha256).hexdigest() + "\n"
 
 
+def is_signed(folder: Path) -> bool:
+    """True if the checkpoint has a signature, valid or not."""
+    return (folder / SIGNATURE).exists()
+
+
 def signature_problems(folder: Path, manifest: bytes, key: bytes) -> list[str]:
     """The reason why the manifest of `folder` is not one that was signed with `key`. Empty if it is."""
     try:

@@ -37,11 +37,11 @@ class Served(sync_ends.Served):
         kind: Any,
         folder: Path,
         lora: LoraConfig | None = None,
-        model: Callable[..., TextPipeline[Any]] = tiny_qwen3,
+        pipeline: Callable[..., TextPipeline[Any]] = tiny_qwen3,
         **keys: Any,
     ) -> Served:
         """An engine of the class `kind`, whose server is started when weights are sent."""
-        return cls.joining(model(), kind(model(meta_init=True), folder, **keys), lora)
+        return cls.joining(pipeline(), kind(pipeline(meta_init=True), folder, **keys), lora)
 
     def asking(self, **params: object) -> RolloutReq:
         """A training request for three prompts."""

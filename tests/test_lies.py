@@ -31,6 +31,7 @@ LIES_OF_SGLANG = {
 }
 FAILURES_OF_TOKENS = {
     "die": f"{TOKENS}::test_a_server_that_is_gone_is_named",
+    "no-weights": f"{TOKENS}::test_weights_that_never_arrive_are_named",
     "half-answer": f"{TOKENS}::test_responses_that_are_broken_off_are_asked_for_again",
     "close": f"{TOKENS}::test_responses_that_are_broken_off_are_asked_for_again",
     "slow": f"{TOKENS}::{SENT}",
@@ -51,6 +52,7 @@ LIES_OF_LATENTS = {
 }
 FAILURES_OF_LATENTS = {
     "die": f"{LATENTS}::test_a_server_that_is_gone_is_named",
+    "no-weights": f"{LATENTS}::test_weights_that_never_arrive_are_named",
     "half-answer": f"{LATENTS}::test_samples_that_are_broken_off_are_asked_for_again",
     "close": f"{LATENTS}::test_samples_that_are_broken_off_are_asked_for_again",
     "slow": f"{LATENTS}::{SENT}",

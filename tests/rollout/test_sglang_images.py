@@ -31,7 +31,7 @@ def tiny_qwen_vl(**keys: object) -> QwenVLPipeline:
     return QwenVLPipeline(QwenVLBundle(path="toy", dtype="fp32", **keys))
 
 
-serving = partial(served_tokens.serving, SGLangLLMRolloutEngine, **FAKE, model=tiny_qwen_vl)
+serving = partial(served_tokens.serving, SGLangLLMRolloutEngine, **FAKE, pipeline=tiny_qwen_vl)
 
 
 @pytest.fixture(scope="module")

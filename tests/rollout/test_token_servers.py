@@ -38,6 +38,8 @@ class Kind:
     """The name of the environment of its server, and of the program."""
     engine: type[TokenServingEngine]
     fake: Callable[..., AbstractContextManager[str]]
+    brings_weights: str
+    """The path of the requests that bring weights."""
     flags: tuple[str, ...]
     """The arguments that its fake server needs in a process of its own."""
     lies: Mapping[str, Lie]
@@ -52,6 +54,7 @@ SGLANG = Kind(
     "sglang",
     SGLangLLMRolloutEngine,
     fake_servers.sglang,
+    "/update_weights_from_tensor",
     ("--enable-deterministic-inference",),
     {
         "wrong-dtype": (SyncError, "did not arrive as it was sent: SGLang reports the checksum"),
@@ -64,6 +67,7 @@ OPENAI = Kind(
     "vllm",
     OpenAIRolloutEngine,
     fake_servers.openai,
+    "/collective_rpc",
     ("--logprobs-mode", "processed_logprobs"),
     {
         "wrong-dtype": (SyncError, "did not arrive as it was sent: OpenAI-compatible server reports the checksum"),
@@ -142,6 +146,18 @@ def test_a_lie_is_caught_when_weights_are_sent(kind, tmp_path, monkeypatch, faul
     timeout = {"timeout_s": 0.5} if fault == "slow" else {}
     with kind.fake(fault) as url, kind.serving(tmp_path, url=url, **timeout) as served:
         with pytest.raises(error, match=says):
+            served.push()
+        with pytest.raises(SyncError, match="no verified weights"):
+            served.sampled(served.asking())
+
+
+def test_weights_that_never_arrive_are_named(kind, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(server, "RETRY_DELAY_S", 0.01)
+    with kind.fake("no-weights") as url, kind.serving(tmp_path, url=url) as served:
+        says = (
+            rf"the weights .000001-live-0-\w+. did not arrive: .* gave no answer to {kind.brings_weights} in 5 attempts"
+        )
+        with pytest.raises(SyncError, match=says):
             served.push()
         with pytest.raises(SyncError, match="no verified weights"):
             served.sampled(served.asking())

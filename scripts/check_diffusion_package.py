@@ -5,19 +5,23 @@ python scripts/check_engine_package.py --engine sglang --python sglang-env/bin/p
 
 from __future__ import annotations
 
-import json
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from scripts.check_engine_package import PAYLOAD, Client, Exchange, Json, classes_of, client_of, described
+from scripts.engine_client import (
+    Client,
+    Exchange,
+    Json,
+    answer_of,
+    check_payload,
+    classes_of,
+    compare,
+    read_requests,
+)
 
 CLASSES = {
     "/rollout/generate": "RolloutRequest",
@@ -46,12 +50,23 @@ KLEIN_TEXT_LAYERS = 36
 """SGLang joins the hidden states of layers 9, 18 and 27 of Klein's text encoder, so the tiny one needs as many."""
 
 
-@dataclass
 class DiffusionClient(Client):
-    """A trainer of a tiny diffusion model and its engine, whose requests are recorded."""
+    """A trainer of a tiny diffusion model and SGLang's engine, whose requests are recorded."""
 
-    side: int = 32
-    length: int = 16
+    engine_class: ClassVar[str] = "unirl.rollout.engine.sglang.engine:SGLangRolloutEngine"
+    side = 32
+    """Pixels of its samples."""
+    length = 16
+    """Text tokens of its prompts."""
+
+    @classmethod
+    @contextmanager
+    def named(cls, family: str, kind: str, **settings: Any) -> Iterator[Self]:
+        """As `of`, with the name of the model of a family, which SGLang asks for."""
+        from unirl.rollout.engine.sglang.families import FAMILIES
+
+        with cls.of(family, kind, model_id=FAMILIES[family].model_id, **settings) as each:
+            yield each
 
     def request(self, weights: str = "live", **params: Any) -> Any:
         """A request for three prompts with two samples each, of four steps with noise in the first two."""
@@ -105,31 +120,14 @@ class DiffusionClient(Client):
         return {"difference": float((ours - theirs).abs().max()), "largest_latent": float(theirs.abs().max())}
 
 
-@contextmanager
-def diffusion_client(
-    family: str, kind: str, folder: Path, dtype: str = "fp32", path: str = "toy", length: int = 16, **settings: Any
-) -> Iterator[DiffusionClient]:
-    """A trainer of a tiny model of `family` and SGLang's engine. The server of the engine ends with the block."""
-    from unirl.rollout.engine.sglang.engine import SGLangRolloutEngine
-    from unirl.rollout.engine.sglang.families import FAMILIES
-
-    settings["model_id"] = FAMILIES[family].model_id
-    with client_of(SGLangRolloutEngine, DiffusionClient, family, kind, folder, dtype, path, **settings) as each:
-        each.side, each.length = 32 if path == "toy" else SIDE, length
-        yield each
-
-
 def requests_of_the_engine() -> list[Exchange]:
     """All kinds of requests that the engine sends, recorded against a fake server."""
     from tests.fake_servers import sglang_diffusion
 
     exchanges: list[Exchange] = []
     for kind, transport in (("full", "http"), ("adapters", "http"), ("full", "ipc")):
-        with (
-            sglang_diffusion() as url,
-            tempfile.TemporaryDirectory() as folder,
-            diffusion_client("sd3", kind, Path(folder), program="fake", url=url, transport=transport) as each,
-        ):
+        settings: Json = {"program": "fake", "transport": transport}
+        with sglang_diffusion() as url, DiffusionClient.named("sd3", kind, url=url, **settings) as each:
             each.use_all_requests()
             each.engine.generate(each.request(sde_indices=()))
             exchanges += each.exchanges
@@ -141,12 +139,8 @@ def requests_of_the_engine() -> list[Exchange]:
 
 def arguments() -> list[str]:
     """The arguments of a server that the engine would start, without the command."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        diffusion_client("sd3", "adapters", Path(folder), python_executable="python") as each,
-    ):
-        each.engine.server.prepare(each.sync.train.prepare(False))
-        words: list[str] = each.engine.server.words("python", 30000)[3:]
+    with DiffusionClient.named("sd3", "adapters", python_executable="python") as each:
+        words: list[str] = each.prepared().words("python", 30000)[3:]
     # Ports that are free now, and a folder that is gone.
     return ["30001" if word.isdigit() and int(word) > 1 else word for word in words]
 
@@ -154,41 +148,38 @@ def arguments() -> list[str]:
 # In the environment of the server, without unirl
 
 
-def inside(file: Path) -> Json:
-    """Read the requests of `file` with the classes of the package. Raises an exception for one that they refuse."""
+def inside(given: Json) -> Json:
+    """Read the requests with the classes of the package. Raises an exception for one that they refuse."""
     import argparse
+
+    from sglang.multimodal_gen.runtime.server_args import ServerArgs
+
+    result = read_requests(given, PACKAGES, read_request)
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    parser.parse_args(given["arguments"])
+    return result
+
+
+def read_request(path: str, body: Json) -> None:
+    """Raises an exception for a request that the package refuses, or of which it ignores a field."""
     import dataclasses
-    from importlib.metadata import version
 
     from sglang.multimodal_gen.configs.sample.stablediffusion3 import StableDiffusion3SamplingParams
     from sglang.multimodal_gen.runtime.entrypoints.post_training import io_struct
     from sglang.multimodal_gen.runtime.entrypoints.post_training.rollout_api import _build_sampling_kwargs
-    from sglang.multimodal_gen.runtime.server_args import ServerArgs
-    from sglang.srt.utils import MultiprocessingSerializer
 
-    given = json.loads(file.read_text())
-    known_sampling = {each.name for each in dataclasses.fields(StableDiffusion3SamplingParams)}
-    counts: dict[str, int] = {}
-    for request in given["requests"]:
-        path, body = request["path"], request["body"]
-        kind = getattr(io_struct, CLASSES[path])
-        fields = kind.model_fields if path == "/rollout/generate" else [each.name for each in dataclasses.fields(kind)]
-        unknown = set(body) - set(fields)
-        assert not unknown, f"{path}: sglang would ignore {sorted(unknown)}"
-        parsed = kind(**body)
-        if path == "/rollout/generate":
-            keys = _build_sampling_kwargs(parsed)
-            assert set(keys) <= known_sampling | {"max_sequence_length"}, set(keys) - known_sampling
-            StableDiffusion3SamplingParams(**keys)
-        if PAYLOAD in body:
-            tensors = dict(MultiprocessingSerializer.deserialize(body[PAYLOAD][0]))
-            assert all(hasattr(each, "dtype") for each in tensors.values()), f"{path}: a payload without tensors"
-        counts[path] = counts.get(path, 0) + 1
-    parser = argparse.ArgumentParser()
-    ServerArgs.add_cli_args(parser)
-    parser.parse_args(given["arguments"])
-    packages = {name: version(name) for name in PACKAGES} | {"python": sys.version.split()[0]}
-    return {"packages": packages, "requests_read": counts}
+    kind = getattr(io_struct, CLASSES[path])
+    fields = kind.model_fields if path == "/rollout/generate" else [each.name for each in dataclasses.fields(kind)]
+    unknown = set(body) - set(fields)
+    assert not unknown, f"{path}: sglang would ignore {sorted(unknown)}"
+    parsed = kind(**body)
+    if path == "/rollout/generate":
+        keys = _build_sampling_kwargs(parsed)
+        known = {each.name for each in dataclasses.fields(StableDiffusion3SamplingParams)} | {"max_sequence_length"}
+        assert set(keys) <= known, set(keys) - known
+        StableDiffusion3SamplingParams(**keys)
+    check_payload(path, body)
 
 
 # A real server
@@ -196,22 +187,23 @@ def inside(file: Path) -> Json:
 
 def live(python: str, settings: Mapping[str, Any]) -> Json:
     """Start the real server with tiny models, and compare it with the trainer."""
-    results: Json = {}
-    answers: Json = {}
-    for family, kind, transport, dtype in CASES:
-        with tempfile.TemporaryDirectory() as folder:
-            path, length = Path(folder) / "model", {"sd3": 256, "flux2_klein": 512, "qwen_image": 64}[family]
-            write_model(family, path)
-            own = {"python_executable": python, "concurrency": 2, "transport": transport, **settings}
-            run = diffusion_client(family, kind, Path(folder), dtype, str(path), length, **own)
-            with run as each:
-                name = f"{family}, {kind}, {transport}, {dtype}"
-                results[name] = checked(each, with_kill=not results)
-                print(name, json.dumps(results[name]), flush=True)
-                for exchange in each.exchanges:
-                    answers.setdefault(exchange.name, {"status": exchange.status, "body": described(exchange.answer)})
+    own = {"python_executable": python, "concurrency": 2, **settings}
+    runs = ((", ".join(case), of_written_model(*case, **own)) for case in CASES)
+    results, answers = compare(runs, checked, answer_of)
     answers["GET /model_info"]["body"]["model_path"] = "model"
     return {"settings": {"engine_args": settings.get("engine_args", {})}, "results": results, "answers": answers}
+
+
+@contextmanager
+def of_written_model(family: str, kind: str, transport: str, dtype: str, **settings: Any) -> Iterator[DiffusionClient]:
+    """A client whose engine starts a server of a tiny model in a folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model"
+        write_model(family, path)
+        keys = {"dtype": dtype, "path": str(path), "transport": transport, **settings}
+        with DiffusionClient.named(family, kind, **keys) as each:
+            each.side, each.length = SIDE, {"sd3": 256, "flux2_klein": 512, "qwen_image": 64}[family]
+            yield each
 
 
 def write_model(family: str, folder: Path) -> None:
@@ -244,10 +236,9 @@ def add_text_layers(folder: Path) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "text_encoder")
 
 
-def checked(each: DiffusionClient, with_kill: bool) -> Json:
-    """Push, sample and compare, before and after updates, asleep and awake, and after a kill."""
-    result: Json = {"start_and_first_push_s": round(each.push(), 1), "largest_logp_differences": {}}
-    each.engine.server.check_ready()  # once more, now that answers are recorded
+def checked(each: DiffusionClient, name: str) -> Json:
+    """Push, sample and compare, before and after updates, asleep and awake, and for the first case after a kill."""
+    result = each.begin()
     gaps = result["largest_logp_differences"]
     gaps["initial weights"] = each.gap()
     gaps["guidance 4"] = each.gap(guidance_scale=4.0, negative_prompt="blurred")
@@ -256,7 +247,6 @@ def checked(each: DiffusionClient, with_kill: bool) -> Json:
     each.engine.sleep()
     each.engine.wake_up()
     gaps["after sleep"] = each.gap()
-    if not with_kill:
-        return result
-    each.check_kill(result)
+    if name == ", ".join(CASES[0]):
+        each.check_kill(result)
     return result

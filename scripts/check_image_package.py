@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from scripts.check_engine_package import Client, Exchange, Json, arguments, checked, client_of, inside, shortened
+from scripts.check_llm_package import LLMClient, arguments, checked, inside, shortened
+from scripts.engine_client import Exchange, Json, compare
 
 __all__ = ["arguments", "inside", "live", "requests_of_the_engine"]
 KINDS = ("full", "adapters")
@@ -21,30 +20,16 @@ PATCH = 14
 """Side of a patch. SGLang reads patches of another size as features for Qwen2.5-VL."""
 
 
-@dataclass
-class ImageClient(Client):
-    """A trainer and an engine of a model that reads images."""
-
-    images: Sequence[str] = ()
-    """Image files. The first prompt has none, the second one and the third two of them."""
+class ImageClient(LLMClient):
+    """A trainer and an engine of a model that reads images. The prompts have none, one and two."""
 
     def request(self, weights: str = "live", **params: object) -> Any:
         from unirl.types.primitives import MediaRef, PromptImages
 
-        req = super().request(weights, **params)
-        refs = [tuple(MediaRef("image", "condition", path) for path in self.images[:count]) for count in range(3)]
+        req, paths = super().request(weights, **params), write_images(self.folder)
+        refs = [tuple(MediaRef("image", "condition", path) for path in paths[:count]) for count in range(3)]
         images = PromptImages(per_prompt=[each for each in refs for _ in range(len(req) // 3)])
         return req.replace(primitives={**req.primitives, "images": images})
-
-
-@contextmanager
-def image_client(kind: str, folder: Path, **settings: object) -> Iterator[ImageClient]:
-    """A trainer of a tiny Qwen-VL and its engine. The server of the engine ends with the block."""
-    from unirl.rollout.engine.sglang_llm.engine import SGLangLLMRolloutEngine
-
-    with client_of(SGLangLLMRolloutEngine, ImageClient, "qwen_vl", kind, folder, **settings) as each:
-        each.images = write_images(folder)
-        yield each
 
 
 def write_qwen2_5_vl(folder: Path) -> str:
@@ -83,30 +68,22 @@ def requests_of_the_engine() -> list[Exchange]:
     """The requests about prompts with images, recorded against a fake server."""
     from tests.fake_servers import sglang
 
-    with (
-        sglang(recipe="vlm/quickstart") as url,
-        tempfile.TemporaryDirectory() as folder,
-        image_client("full", Path(folder), url=url, concurrency=1) as each,  # one by one, in the order of the prompts
-    ):
+    # One by one, in the order of the prompts.
+    with sglang(recipe="vlm/quickstart") as url, ImageClient.of("qwen_vl", "full", url=url, concurrency=1) as each:
         each.push()
         each.engine.generate(each.request(samples_per_prompt=1))
         return each.exchanges
 
 
-def live(python: str, settings: Mapping[str, object]) -> Json:
+def live(python: str, settings: Mapping[str, Any]) -> Json:
     """Start the real server with tiny models, and compare it with the trainer."""
-    results: Json = {}
-    answers: Json = {}
     with tempfile.TemporaryDirectory() as root:
         paths = {"qwen3_vl": "toy", "qwen2_5_vl": write_qwen2_5_vl(Path(root) / "qwen2_5_vl")}
-        for name, kind in itertools.product(paths, KINDS):
-            folder = Path(root) / f"{name}-{kind}"
-            folder.mkdir()
-            with image_client(kind, folder, path=paths[name], python_executable=python, **settings) as each:
-                results[f"{name}, {kind}"] = checked(each, kind)
-                print(name, kind, json.dumps(results[f"{name}, {kind}"]), flush=True)
-                for exchange in each.exchanges:
-                    answers.setdefault(exchange.name, shortened(exchange))
+        runs = (
+            (f"{name}, {kind}", ImageClient.of("qwen_vl", kind, path=paths[name], python_executable=python, **settings))
+            for name, kind in itertools.product(paths, KINDS)
+        )
+        results, answers = compare(runs, lambda each, name: checked(each, []), shortened)
     shown = {"engine_args": settings.get("engine_args", {})}
     kept = {name: answer for name, answer in answers.items() if name.endswith("with images")}
     return {"settings": shown, "results": results, "answers": kept}

@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from typing import Any, ClassVar
 
 from scripts.check_diffusion_package import DiffusionClient
-from scripts.check_engine_package import Exchange, Json, classes_of, client_of, joined
+from scripts.engine_client import Exchange, Json, answer_of, classes_of, compare, read_requests
 
 PACKAGES = ("vllm-omni", "vllm", "torch", "transformers", "diffusers")
 CASES = (
@@ -49,40 +45,16 @@ IMAGE_WIDTH = 1152
 """The width of the image embeddings that vLLM-Omni gives HunyuanVideo 1.5, whatever its checkpoint says."""
 
 
-@dataclass
 class OmniClient(DiffusionClient):
-    """A trainer and its engine. Bodies that are no JSON are recorded by what they describe."""
+    """A trainer of a tiny diffusion model and vLLM-Omni's engine."""
 
-    def record(self) -> None:
-        http = self.engine.server.http
-        if "request" in vars(http):
-            return
-        plain = http.request
+    engine_class: ClassVar[str] = "unirl.rollout.engine.vllm_omni.engine:VLLMOmniRolloutEngine"
 
-        def request(method: str, path: str, *, content: Any = None, **keys: Any) -> Any:
-            reply = plain(method, path, content=content, **keys)
-            self.exchanges.append(Exchange(method, path, readable(joined(content) or b"{}"), reply.status, None))
-            return reply
+    def readable(self, content: bytes) -> Json:
+        """A body as JSON. The bytes of a bucket of weights are left out."""
+        from unirl.rollout.engine.vllm_omni.program.wire import bucket_parts
 
-        http.request = request
-
-
-def readable(content: bytes) -> Json:
-    """A body as JSON. The bytes of a bucket of weights are left out."""
-    from unirl.rollout.engine.vllm_omni.program.wire import bucket_parts
-
-    return json.loads(content) if content.startswith(b"{") else bucket_parts(memoryview(content))[0]
-
-
-@contextmanager
-def omni_client(
-    family: str, kind: str, folder: Path, dtype: str = "fp32", path: str = "toy", **settings: Any
-) -> Iterator[OmniClient]:
-    """A trainer of a tiny model and vLLM-Omni's engine. The server of the engine ends with the block."""
-    from unirl.rollout.engine.vllm_omni.engine import VLLMOmniRolloutEngine
-
-    with client_of(VLLMOmniRolloutEngine, OmniClient, family, kind, folder, dtype, path, **settings) as each:
-        yield each
+        return super().readable(content) if content.startswith(b"{") else bucket_parts(memoryview(content))[0]
 
 
 def requests_of_the_engine() -> list[Exchange]:
@@ -92,11 +64,7 @@ def requests_of_the_engine() -> list[Exchange]:
     exchanges: list[Exchange] = []
     settings: Json = {"program": "fake", "concurrency": 1}  # one after another, so that their order is always the same
     for kind, transport in (("full", "http"), ("adapters", "ipc")):
-        with (
-            vllm_omni() as url,
-            tempfile.TemporaryDirectory() as folder,
-            omni_client("sd3", kind, Path(folder), url=url, transport=transport, **settings) as each,
-        ):
+        with vllm_omni() as url, OmniClient.of("sd3", kind, url=url, transport=transport, **settings) as each:
             each.use_all_requests()
             exchanges += [each for each in each.exchanges if each.path != "/weights/open"]  # its path is random
     return exchanges
@@ -104,18 +72,16 @@ def requests_of_the_engine() -> list[Exchange]:
 
 def arguments() -> Json:
     """The settings of a server that the engine would start, without its folder."""
-    with tempfile.TemporaryDirectory() as folder, omni_client("sd3", "full", Path(folder), program="fake") as each:
-        each.engine.server.prepare(each.sync.train.prepare(False))
-        return each.engine.server.engine_settings() | {"model": "model"}
+    with OmniClient.of("sd3", "full", program="fake") as each:
+        settings: Json = each.prepared().engine_settings()
+        return settings | {"model": "model"}
 
 
 # In the environment of the server
 
 
-def inside(file: Path) -> Json:
-    """Read the requests of `file` with the classes of the package. Raises an exception for one that they refuse."""
-    from importlib.metadata import version
-
+def inside(given: Json) -> Json:
+    """Read the requests with the classes of the package. Raises an exception for one that they refuse."""
     from vllm.lora.peft_helper import PEFTHelper
     from vllm_omni.diffusion.data import OmniDiffusionConfig
     from vllm_omni.diffusion.sched.request_scheduler import build_request_batch_sampling_params_key
@@ -125,10 +91,7 @@ def inside(file: Path) -> Json:
     from unirl.rollout.engine.vllm_omni.program.trajectory import Schedule
     from unirl.rollout.engine.vllm_omni.program.worker import SamplingWorker
 
-    given = json.loads(file.read_text())
-    counts: dict[str, int] = {}
-    for request in given["requests"]:
-        path, body = request["path"], request["body"]
+    def read(path: str, body: Json) -> None:
         if path == "/sample":
             made = serve.request_of(body, None)
             build_request_batch_sampling_params_key(made)
@@ -137,7 +100,8 @@ def inside(file: Path) -> Json:
         if path == "/weights/begin" and body["adapter"] is not None:
             helper = PEFTHelper.from_dict({**body["adapter"], "target_modules": ["attn.to_q"]})
             assert not helper._validate_features()
-        counts[path] = counts.get(path, 0) + 1
+
+    result = read_requests(given, PACKAGES, read)
     OmniDiffusionConfig.from_kwargs(worker_extension_cls=serve.EXTENSION, num_gpus=1, **given["arguments"])
     wrapper = WorkerWrapperBase.__new__(WorkerWrapperBase)
     vars(wrapper).update(
@@ -145,8 +109,7 @@ def inside(file: Path) -> Json:
     )
     mixed = wrapper._prepare_worker_class()
     assert mixed.__mro__[1:3] == (SamplingWorker, DiffusionWorker), mixed.__mro__
-    packages = {name: version(name) for name in PACKAGES} | {"python": sys.version.split()[0]}
-    return {"packages": packages, "requests_read": counts}
+    return result
 
 
 # A real server
@@ -154,18 +117,20 @@ def inside(file: Path) -> Json:
 
 def live(python: str, settings: Mapping[str, Any]) -> Json:
     """Start the real server with tiny models, and compare it with the trainer."""
-    results: Json = {}
-    for case in CASES:
-        family, kind, transport, dtype = case
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "model"
-            write_model(family, path, dtype)
-            given = {"python_executable": python, "transport": transport, **settings}
-            with omni_client(family, kind, Path(folder), dtype, str(path), **given) as each:
-                name = ", ".join(case)
-                results[name] = checked(each, is_first=case == CASES[0])
-                print(name, json.dumps(results[name]), flush=True)
+    runs = ((", ".join(case), of_written_model(*case, python_executable=python, **settings)) for case in CASES)
+    results, _ = compare(runs, checked, answer_of)
     return {"settings": {"engine_args": settings.get("engine_args", {})}, "results": results}
+
+
+@contextmanager
+def of_written_model(family: str, kind: str, transport: str, dtype: str, **settings: Any) -> Iterator[OmniClient]:
+    """A client whose engine starts a server of a tiny model in a folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model"
+        write_model(family, path, dtype)
+        keys = {"dtype": dtype, "path": str(path), "transport": transport, **settings}
+        with OmniClient.of(family, kind, **keys) as each:
+            yield each
 
 
 def write_model(family: str, folder: Path, dtype: str = "fp32") -> None:
@@ -186,9 +151,9 @@ def write_model(family: str, folder: Path, dtype: str = "fp32") -> None:
     network.save_pretrained(folder / "transformer")
 
 
-def checked(each: OmniClient, is_first: bool) -> Json:
-    """Push, sample and compare, before and after updates, and after a kill."""
-    result: Json = {"start_and_first_push_s": round(each.push(), 1), "largest_logp_differences": {}}
+def checked(each: OmniClient, name: str) -> Json:
+    """Push, sample and compare, before and after updates, and for the first case after a kill."""
+    result = each.begin()
     gaps = result["largest_logp_differences"]
     facts = each.trained.facts
     own: Json = SETTINGS.get(facts.family, {})
@@ -199,8 +164,7 @@ def checked(each: OmniClient, is_first: bool) -> Json:
         gaps["guidance 4 and 3"] = each.gap(guidance_scale=4.0, guidance_scale_2=3.0, **own)
     each.check_updates(result, **own)
     result["tensors_with_equal_fingerprints"] = len(each.engine.server.held)
-    if not is_first:
-        return result
-    result["euler_path"] = each.path_gap()
-    each.check_kill(result)
+    if name == ", ".join(CASES[0]):
+        result["euler_path"] = each.path_gap()
+        each.check_kill(result)
     return result

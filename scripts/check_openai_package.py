@@ -8,20 +8,15 @@ Python of an environment for llama_cpp_on_cpu.py, whose server is joined in addi
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from scripts.check_engine_package import Client, Exchange, Json, client_of, described
+from scripts.engine_client import Client, Exchange, Json, compare, described, read_requests
 
 PACKAGES = ("vllm", "torch", "transformers")
 ROUTERS = (
@@ -35,40 +30,25 @@ HEAD_WIDTH = 32
 """The smallest width of an attention head that vLLM computes on a CPU."""
 
 
-@contextmanager
-def openai_client(kind: str, folder: Path, path: str = "toy", **settings: Any) -> Iterator[Client]:
-    """A trainer of the tiny Qwen3 and its engine. The server of the engine ends with the block."""
-    from unirl.rollout.engine.openai.engine import OpenAIRolloutEngine
+class OpenAIClient(Client):
+    """A trainer of a tiny language model and the engine for OpenAI-compatible servers."""
 
-    with client_of(OpenAIRolloutEngine, Client, "qwen3", kind, folder, path=path, **settings) as each:
-        yield each
+    engine_class: ClassVar[str] = "unirl.rollout.engine.openai.engine:OpenAIRolloutEngine"
 
 
 def requests_of_the_engine() -> list[Exchange]:
     """All kinds of requests that the engine sends, recorded against a fake server."""
-    from unirl.testing.conformance.openai import fake_openai
-    from unirl.testing.conformance.served import RECIPES, ServedModel
+    from tests.fake_servers import openai
 
-    fake = fake_openai(ServedModel.of_recipe(RECIPES["openai"]), 0, ["--logprobs-mode", "processed_logprobs"], None)
-    thread = threading.Thread(target=fake.serve_forever)
-    thread.start()
-    try:
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            openai_client("full", Path(folder), url=fake.url, concurrency=1) as each,
-        ):
-            each.engine.server.frees_memory = True  # as on a GPU
-            each.push()
-            each.train(0)
-            each.push()
-            each.gap(temperature=0.7)
-            each.engine.sleep()
-            each.engine.wake_up()
-            return [without_folder(exchange) for exchange in each.exchanges]
-    finally:
-        fake.shutdown()
-        fake.server_close()
-        thread.join()
+    with openai() as url, OpenAIClient.of("qwen3", "full", url=url, concurrency=1) as each:
+        each.engine.server.frees_memory = True  # as on a GPU
+        each.push()
+        each.train(0)
+        each.push()
+        each.gap(temperature=0.7)
+        each.engine.sleep()
+        each.engine.wake_up()
+        return [without_folder(exchange) for exchange in each.exchanges]
 
 
 def without_folder(exchange: Exchange) -> Exchange:
@@ -80,23 +60,18 @@ def without_folder(exchange: Exchange) -> Exchange:
 
 def arguments() -> list[str]:
     """The arguments of a server that the engine would start, without the command and the model."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        openai_client("full", Path(folder), python_executable=sys.executable) as each,
-    ):
-        each.engine.server.prepare(each.sync.train.prepare(False))
-        words: list[str] = each.engine.server.words("python", 30000)
+    with OpenAIClient.of("qwen3", "full", python_executable=sys.executable) as each:
+        words: list[str] = each.prepared().words("python", 30000)
         return words[5:]
 
 
 # In the environment of the server, without unirl
 
 
-def inside(file: Path) -> Json:
-    """Read the requests of `file` with the classes of vLLM. Raises an exception for one that they refuse."""
+def inside(given: Json) -> Json:
+    """Read the requests with the classes of vLLM. Raises an exception for one that they refuse."""
     import importlib
     import inspect
-    from importlib.metadata import version
 
     os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")  # the parser of arguments asks for a device
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -106,10 +81,8 @@ def inside(file: Path) -> Json:
     endpoints = {
         route.path: route.endpoint for name in ROUTERS for route in importlib.import_module(name).router.routes
     }
-    given = json.loads(file.read_text())
-    counts: dict[str, int] = {}
-    for request in given["requests"]:
-        path, body = request["path"].partition("?")[0], request["body"]
+
+    def read(path: str, body: Json) -> None:
         if path == "/v1/completions":
             unknown = set(body) - set(CompletionRequest.model_fields)
             assert not unknown, f"vLLM would ignore {sorted(unknown)}"
@@ -120,11 +93,11 @@ def inside(file: Path) -> Json:
             assert set(body["kwargs"]) <= set(inspect.signature(reload_weights).parameters)
         else:
             assert set(body) <= set(inspect.signature(endpoints[path]).parameters), f"{path}: {body}"
-        counts[path] = counts.get(path, 0) + 1
+
+    result = read_requests(given, PACKAGES, read)
     module = importlib.import_module("vllm.entrypoints.common.cli_args")
     module.make_arg_parser(FlexibleArgumentParser()).parse_args(given["arguments"])
-    packages = {name: version(name) for name in PACKAGES} | {"python": sys.version.split()[0]}
-    return {"packages": packages, "requests_read": counts}
+    return result
 
 
 # Real servers
@@ -133,20 +106,16 @@ def inside(file: Path) -> Json:
 def live(python: str, settings: Mapping[str, Any]) -> Json:
     """Start the real vLLM with a tiny model for each kind of weights, and join a real llama.cpp."""
     own = {name: value for name, value in settings.items() if name != "llama_python"}
-    results: Json = {}
-    answers: Json = {}
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         write_model(model)
-        for kind in ("full", "merged"):
-            run = Path(folder) / kind
-            with openai_client(kind, run, str(model), python_executable=python, **own) as each:
-                results[f"vllm, {kind}"] = checked(each, kill=kind == "full")
-                print(kind, json.dumps(results[f"vllm, {kind}"]), flush=True)
-                keep_answers(each, answers)
+        keys = {"path": str(model), "python_executable": python, **own}
+        runs = ((f"vllm, {kind}", OpenAIClient.of("qwen3", kind, **keys)) for kind in ("full", "merged"))
+        results, answers = compare(runs, checked, shortened)
         if "llama_python" in settings:
-            results["llama.cpp"] = checked_llama(settings["llama_python"], model, answers)
-            print("llama.cpp", json.dumps(results["llama.cpp"]), flush=True)
+            joined = compare_with_llama(settings["llama_python"], model)
+            results |= joined[0]
+            answers |= {f"llama.cpp {name}": answer for name, answer in joined[1].items()}
     shown = {name: value for name, value in own.items() if name != "python_executable"}
     return {"settings": shown, "results": results, "answers": answers}
 
@@ -169,57 +138,51 @@ def write_model(folder: Path) -> None:
     Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
-def checked(each: Client, kill: bool) -> Json:
+def checked(each: Client, name: str) -> Json:
     """Push, sample and compare, before and after updates, and after a kill."""
-    result: Json = {"start_and_first_push_s": round(each.push(), 1), "largest_logp_differences": {}}
-    server = each.engine.server
-    result["version"] = json.loads(server.http.request("GET", "/version").body)["version"]
-    server.check_ready()  # once more, now that answers are recorded
+    result, server = each.begin(), each.engine.server
+    result["version"] = server.get("/version", Any)["version"]
     gaps = result["largest_logp_differences"]
     gaps["initial weights"] = each.gap()
     gaps["temperature 0.7"] = each.gap(temperature=0.7)
     gaps["greedy"] = each.gap(temperature=0.0, samples_per_prompt=1)
     each.check_updates(result)
     result["tensors_with_equal_checksums"] = len(server.proof.seen)
-    if kill:
+    if name.endswith("full"):
         each.check_kill(result)
     return result
 
 
-def checked_llama(python: str, model: Path, answers: Json) -> Json:
-    """Join a real llama.cpp with the same weights: sample and compare, with the same seeds twice."""
+def compare_with_llama(python: str, model: Path) -> tuple[Json, Json]:
+    """Join a real llama.cpp with the same weights: the result, and its answers."""
     from unirl.rollout.engine.serving.process import free_port
 
-    port = free_port()
-    words = [python, str(Path(__file__).with_name("llama_cpp_on_cpu.py")), str(model), str(port)]
+    words = [python, str(Path(__file__).with_name("llama_cpp_on_cpu.py")), str(model), str(free_port())]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         assert process.stdout is not None
-        url = process.stdout.readline().strip()
-        keys: Json = {"url": url, "control": "none", "logprobs": "raw"}
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            openai_client("full", Path(folder), str(model), **keys) as each,
-        ):
-            result: Json = {"first_push_s": round(each.push(), 1)}
-            each.engine.server.check_ready()
-            gaps = {"initial weights": each.gap(), "greedy": each.gap(temperature=0.0, samples_per_prompt=1)}
-            keep_answers(each, answers, "llama.cpp ")
-            return result | {"largest_logp_differences": gaps}
+        keys: Json = {"url": process.stdout.readline().strip(), "control": "none", "logprobs": "raw"}
+        run = OpenAIClient.of("qwen3", "full", path=str(model), **keys)
+        return compare([("llama.cpp", run)], checked_llama, shortened)
     finally:
         process.kill()
         process.wait()
 
 
-def keep_answers(each: Client, answers: Json, prefix: str = "") -> None:
-    """Keep the first answer of each kind."""
-    for exchange in each.exchanges:
-        body = exchange.answer
-        if isinstance(body, dict) and "data" in body:
-            kept = ("object", "owned_by", "max_model_len", "meta")
-            body = {
-                "data": [{"id": "model"} | {key: card[key] for key in kept if key in card} for card in body["data"]]
-            }
-        if isinstance(body, dict) and "model" in body:
-            body = {**body, "model": "model"}
-        answers.setdefault(prefix + exchange.name, {"status": exchange.status, "body": described(body)})
+def checked_llama(each: Client, name: str) -> Json:
+    """Sample and compare."""
+    result = each.begin()
+    gaps = result["largest_logp_differences"]
+    gaps["initial weights"], gaps["greedy"] = each.gap(), each.gap(temperature=0.0, samples_per_prompt=1)
+    return result
+
+
+def shortened(exchange: Exchange) -> Json:
+    """The status and answer of an exchange, with one name for all models."""
+    body = exchange.answer
+    if isinstance(body, dict) and "data" in body:
+        kept = ("object", "owned_by", "max_model_len", "meta")
+        body = {"data": [{"id": "model"} | {key: card[key] for key in kept if key in card} for card in body["data"]]}
+    if isinstance(body, dict) and "model" in body:
+        body = {**body, "model": "model"}
+    return {"status": exchange.status, "body": described(body)}

@@ -60,8 +60,7 @@ def contract(test: str) -> Cell:
 
 NO, NOT_NEEDED = Cell("no"), Cell("-")
 REPLICA, TEXT = "rollout/test_replica", "rollout/test_replica_text"
-SERVE, LLM = "rollout/test_transformers_serve", "rollout/test_sglang_llm"
-OPENAI = "rollout/test_openai"
+SERVE, TOKENS = "rollout/test_transformers_serve", "rollout/test_token_servers"
 SGLANG, OMNI = "rollout/test_sglang", "rollout/test_vllm_omni"
 LATENTS = "rollout/test_latent_servers"
 REAL_LLM = "test_engine_packages::test_the_real_server_was_as_exact_as_two_forwards_in_fp32_are"
@@ -145,28 +144,28 @@ ENGINES: Mapping[str, Sequence[Cell]] = {
         ran(REAL_OPENAI),
         NO,
         NO,
-        contract(f"{OPENAI}::test_it_keeps_the_contract_of_an_engine"),
+        contract(f"{TOKENS}::test_it_keeps_the_contract_of_an_engine"),
         NO,
         NO,
         ran(REAL_OPENAI),
-        contract(f"{OPENAI}::test_it_keeps_the_contract_of_an_engine"),
-        contract(f"{OPENAI}::test_two_runs_on_one_server_are_told_apart"),
+        contract(f"{TOKENS}::test_it_keeps_the_contract_of_an_engine"),
+        contract(f"{TOKENS}::test_two_runs_on_one_server_are_told_apart"),
         NO,
-        contract(f"{OPENAI}::test_responses_that_are_broken_off_are_asked_for_again"),
+        contract(f"{TOKENS}::test_responses_that_are_broken_off_are_asked_for_again"),
     ),
     "SGLang, language models": (
         ran(REAL_LLM),
         ran(REAL_LLM),
         NO,
         NO,
-        contract(f"{LLM}::test_sampling_settings_reach_the_server"),
+        contract(f"{TOKENS}::test_it_keeps_the_contract_of_an_engine"),
         ran(REAL_IMAGES),
         ran(REAL_LLM),
         ran(REAL_LLM),
-        contract(f"{LLM}::test_it_keeps_the_contract_of_an_engine"),
-        contract(f"{LLM}::test_stale_weights_under_a_new_name_are_caught"),
+        contract(f"{TOKENS}::test_it_keeps_the_contract_of_an_engine"),
+        contract(f"{TOKENS}::test_stale_weights_under_a_new_name_are_caught"),
         NO,
-        contract(f"{LLM}::test_responses_that_are_broken_off_are_asked_for_again"),
+        contract(f"{TOKENS}::test_responses_that_are_broken_off_are_asked_for_again"),
     ),
     "SGLang, diffusion": (
         ran(REAL_SGLANG),

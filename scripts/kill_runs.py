@@ -2,11 +2,13 @@
 
     python scripts/kill_runs.py pe/pe_trainside_pickscore scale=toy --kills 10 --out benchmarks/kill_runs_pe.json
     python scripts/kill_runs.py 'unified_model/*' scale=toy runtime=ray num_devices=2 --kills 1 --steps 3
+    python scripts/kill_runs.py 'vlm/*sglang*' 'llm/quickstart rollout=openai' scale=toy --kills 1 --steps 3
 
 The moments are drawn with --seed: a step for each kill, and a delay of up to two steps after it. So a kill hits a step,
 a checkpoint, an evaluation, or the start of the resumed run. Metrics without clocks, the ledger, evaluations, pages and
-samples, and the weights, optimizers and trainer state of the last checkpoint must be equal, bit for bit. Exit status 1:
-something differs. A toy recipe takes some minutes.
+samples, and the weights, optimizers and trainer state of the last checkpoint must be equal, bit for bit. Each row names
+the engines of its run and the programs of their servers. --out is written after each run. Exit status 1: something
+differs. A toy recipe takes some minutes.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tests.trainer.killing import Run, Unkilled, killed_often  # noqa: E402
+from unirl.config.load import load  # noqa: E402
 from unirl.config.recipe_files import list_recipes  # noqa: E402
 
 SETTINGS = ("evaluation.eval_steps=5", "tracking.sample_steps=4", "save_interval=2", "keep_checkpoints=2")
@@ -35,35 +38,56 @@ SETTINGS = ("evaluation.eval_steps=5", "tracking.sample_steps=4", "save_interval
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", help="the name of a recipe, or a pattern of names such as 'pe/*'")
-    parser.add_argument("settings", nargs="*", help="key=value, as for unirl train")
+    parser.add_argument(
+        "words",
+        nargs="+",
+        help="names of recipes or patterns such as 'pe/*', each with settings of its own such as 'llm/quickstart "
+        "rollout=openai', and settings of all: key=value, as for unirl train",
+    )
     parser.add_argument("--kills", type=int, default=10, help="kills of each run (default 10)")
     parser.add_argument("--steps", type=int, default=12, help="steps of each run (default 12)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     os.chdir(ROOT)
-    recipes = [recipe.name for recipe in list_recipes() if fnmatch(recipe.name, options.recipe)]
-    if not recipes:
-        parser.error(f"no recipe is called {options.recipe}. `unirl recipes` lists them")
-    settings = (*SETTINGS, *options.settings)
-    runs = [killed_run(Run(recipe, options.steps, settings), options.kills, options.seed) for recipe in recipes]
+    known = [recipe.name for recipe in list_recipes()]
+    shared = [word for word in options.words if "=" in word.split()[0]]
+    runs: list[Run] = []
+    for pattern, *own in (word.split() for word in options.words if word not in shared):
+        recipes = [name for name in known if fnmatch(name, pattern)]
+        if not recipes:
+            parser.error(f"no recipe is called {pattern}. `unirl recipes` lists them")
+        runs += [Run(name, options.steps, (*SETTINGS, *own, *shared)) for name in recipes]
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    rows: list[dict[str, object]] = []
     report = {
-        "settings": [*settings, f"num_rollouts={options.steps}"],
         "seed": options.seed,
         "date": str(date.today()),
         "commit": commit.stdout.strip(),
         "machine": {"cpus": os.cpu_count(), "platform": platform.platform(), "python": platform.python_version()},
-        "runs": runs,
+        "runs": rows,
     }
-    if options.out:
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
-    return 0 if all(run["equal"] and run["hits"] == options.kills for run in runs) else 1
+    for run in dict.fromkeys(runs):
+        rows.append(killed_run(run, options.kills, options.seed))
+        if options.out:
+            options.out.write_text(json.dumps(report, indent=1) + "\n")
+    return 0 if all(row["equal"] and row["hits"] == options.kills for row in rows) else 1
+
+
+def engines_of(run: Run) -> list[str]:
+    """The class of each engine of a run; of one with a server of an environment of its own, also its program."""
+    policies = load(run.recipe, run.overrides).policies.values()
+    engines = {policy.path_of("rollout"): policy.rollout for policy in policies}.values()
+    programs = [engine.get("program", str) for engine in engines]
+    return [
+        f"{engine.class_name} with program={program}" if program else engine.class_name
+        for engine, program in zip(engines, programs, strict=True)
+    ]
 
 
 def killed_run(run: Run, num_kills: int, seed: int) -> dict[str, object]:
     """The record of a run that was killed and resumed, compared with one that was not killed."""
+    engines = engines_of(run)
     with tempfile.TemporaryDirectory() as scratch:
         unkilled = Unkilled.of(run, Path(scratch, "unkilled"))
         folder = Path(scratch, "killed")
@@ -73,9 +97,13 @@ def killed_run(run: Run, num_kills: int, seed: int) -> dict[str, object]:
     hits = sum(kill.hit for kill in kills)
     verdict = f"different: {', '.join(differs)}" if differs else "equal"
     took = f"unkilled {run.num_steps} steps in {unkilled.duration:.0f} s"
-    print(f"{run.recipe}: {took}; {hits} of {num_kills} kills hit the run; {verdict}", flush=True)
+    print(
+        f"{run.recipe} ({', '.join(engines)}): {took}; {hits} of {num_kills} kills hit the run; {verdict}", flush=True
+    )
     return {
         "recipe": run.recipe,
+        "settings": [*run.overrides, f"num_rollouts={run.num_steps}"],
+        "engines": engines,
         "seconds_unkilled": round(unkilled.duration, 1),
         "kills": [asdict(kill) for kill in kills],
         "hits": hits,

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.sync_ends import placed
-from unirl.distributed.group.pool import open_pool
-from unirl.distributed.weight_sync.endpoints import WeightSender
-from unirl.distributed.weight_sync.sync import EngineSync
+from tests import sync_ends
 from unirl.models.sd3.family import SD3Bundle, SD3Pipeline
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.testing.bundle import request_of
-from unirl.train.backend.base import OptimizerConfig
-from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import LoraConfig
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.sampling import DiffusionSamplingParams
@@ -29,39 +23,24 @@ PROMPTS = ("a red circle", "two cats", "a house in the fog")
 SD3 = (SD3Bundle, SD3Pipeline)
 
 
-@dataclass
-class Served:
-    """A trainer and an engine whose weights live in a server."""
+class Served(sync_ends.Served):
+    """A trainer and an engine of latents whose weights live in a server."""
 
-    trained: Any
-    backend: FSDPBackend
-    engine: Any
-    sync: EngineSync
-
-    @staticmethod
+    @classmethod
     def at(
-        kind: Any, folder: Path, lora: LoraConfig | None = None, program: str = "fake", family: Any = SD3, **keys: Any
+        cls,
+        kind: Any,
+        folder: Path,
+        lora: LoraConfig | None = None,
+        program: str = "fake",
+        family: Any = SD3,
+        **keys: Any,
     ) -> Served:
         """An engine of the class `kind`, whose server is started when weights are sent."""
         bundle, pipeline = family
         merge = keys.pop("merge_adapters", False)
-        trained = pipeline(bundle(**TOY))
-        backend = FSDPBackend(trained.bundle, 3, optimizer_cfg=OptimizerConfig(learning_rate=1e-2), lora_cfg=lora)
         engine = kind(pipeline(bundle(**TOY, meta_init=True)), folder, program=program, **keys)
-        sender = WeightSender(backend, trained.stage, engine)
-        pool = open_pool("local", 2, deadline_s=600.0)
-        ends = placed(pool, 0, "sender", sender), placed(pool, 1, "rollout", engine)
-        return Served(trained, backend, engine, EngineSync(*ends, merge_adapters=merge))
-
-    def train(self, seed: int = 0) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for parameter in self.backend.trainable.values():
-                parameter.add_(torch.empty(parameter.shape).normal_(std=0.05, generator=generator))
-        self.backend.updates += 1
-
-    def push(self) -> None:
-        self.sync.push(self.backend.updates)
+        return cls.joining(pipeline(bundle(**TOY)), engine, lora, merge_adapters=merge)
 
     def asking(self, **changes: object) -> RolloutReq:
         return asking(self.engine, **changes).from_weights("live", self.backend.updates)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -90,6 +90,36 @@ def ends(
     pool = open_pool("local", 2, deadline_s=600.0)
     links = [placed(pool, i, name, role) for i, (name, role) in enumerate([("sender", sender), ("rollout", replica)])]
     return Ends(backend, trained, replica, sender, EngineSync(*links, **keys))
+
+
+@dataclass
+class Served:
+    """A trainer and an engine whose weights live in a server."""
+
+    trained: Any
+    backend: FSDPBackend
+    engine: Any
+    sync: EngineSync
+
+    @classmethod
+    def joining(cls, trained: Any, engine: Any, lora: LoraConfig | None = None, **keys: Any) -> Self:
+        """A pipeline that is trained, and an engine of the same model, in one process."""
+        backend = FSDPBackend(trained.bundle, 3, optimizer_cfg=OptimizerConfig(learning_rate=1e-2), lora_cfg=lora)
+        roles = {"sender": WeightSender(backend, trained.stage, engine), "rollout": engine}
+        pool = open_pool("local", 2, deadline_s=600.0)
+        links = [placed(pool, device, name, role) for device, (name, role) in enumerate(roles.items())]
+        return cls(trained, backend, engine, EngineSync(*links, **keys))
+
+    def train(self, seed: int = 0) -> None:
+        """An update that moves every trainable weight."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.backend.trainable.values():
+                parameter.add_(torch.empty(parameter.shape).normal_(std=0.05, generator=generator))
+        self.backend.updates += 1
+
+    def push(self) -> None:
+        self.sync.push(self.backend.updates)
 
 
 def placed(pool: Pool, device: int, name: str, role: Any) -> Handle:

@@ -8,15 +8,17 @@ import msgspec
 import pytest
 
 from scripts import check_diffusion_package, check_image_package, check_omni_package, check_openai_package
-from scripts.check_engine_package import CLASSES, RECORD, Exchange, described, distinct, requests_of_the_engine
+from scripts.check_engine_package import RECORD, distinct
+from scripts.check_llm_package import CLASSES, requests_of_the_engine
+from scripts.engine_client import Exchange, described
 from tests import fake_servers
 from unirl.config.http import HttpClient
 from unirl.models.language.pipeline import PlainPrompt
 from unirl.models.qwen3.family import Qwen3Bundle
 from unirl.models.qwen_vl.family import QwenVLBundle
 from unirl.rollout.engine.openai import messages as openai
+from unirl.rollout.engine.serving.checksums import SentTensors
 from unirl.rollout.engine.sglang_llm import messages
-from unirl.rollout.engine.sglang_llm.checksums import SentTensors
 from unirl.rollout.engine.vllm_omni.server import VERSION
 
 SGLANG = json.loads(RECORD.read_text())["sglang_llm"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.fake_servers import sglang as fake
-from tests.rollout.test_sglang_llm import ATOL, LORA, Served, serving
+from tests.served_tokens import ATOL, FAKE, LORA, Served, serving
 from unirl.config.errors import IncompatibleError, SyncError
 from unirl.config.http import RequestFailed
 from unirl.rollout.engine.base import EngineUse
@@ -52,7 +52,7 @@ def pushed_meanwhile(served: Served) -> RolloutTrack[TextSegment]:
 
 @pytest.mark.parametrize("mode", ["drain", "abort", "pause"])
 def test_a_transfer_loses_no_request_and_every_row_names_its_weights(tmp_path: Path, mode: InFlight) -> None:
-    with fake() as url, serving(tmp_path, url=url, in_flight=mode) as served:
+    with fake() as url, serving(SGLangLLMRolloutEngine, tmp_path, **FAKE, url=url, in_flight=mode) as served:
         served.push()
         former = served.tokens(served.asking(**LONG))
         weights = {name: each.detach().clone() for name, each in served.backend.trainable.items()}
@@ -135,6 +135,6 @@ def test_a_request_cannot_go_on_with_another_adapter(tmp_path: Path) -> None:
     settings = {"in_flight": "pause", "url": None}
     with pytest.raises(IncompatibleError, match=r"Use drain or abort, or set sync\.merge_adapters=true"):
         SGLangLLMRolloutEngine.check_use(settings, use)
-    served = Served.at(tmp_path, lora=LORA, in_flight="pause")
+    served = Served.at(SGLangLLMRolloutEngine, tmp_path, **FAKE, lora=LORA, in_flight="pause")
     with pytest.raises(IncompatibleError, match=r"rollout\.in_flight=pause: a request names its adapter"):
         served.push()

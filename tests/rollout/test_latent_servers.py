@@ -36,6 +36,8 @@ class Kind:
     """The name of its fake server."""
     engine: type[LatentServingEngine]
     fake: Callable[..., AbstractContextManager[str]]
+    brings_weights: str
+    """The path of the requests that bring weights."""
     atol: float
     """Largest difference of log-probs."""
     stale: str
@@ -51,6 +53,7 @@ SGLANG = Kind(
     "sglang",
     SGLangRolloutEngine,
     fake_servers.sglang_diffusion,
+    "/update_weights_from_tensor",
     1e-4,  # the replay computes the noise of fp32 latents, the server has it
     "new weights were sent, and SGLang reports the checksum of the old ones",
     {
@@ -69,6 +72,7 @@ OMNI = Kind(
     "vllm_omni",
     VLLMOmniRolloutEngine,
     fake_servers.vllm_omni,
+    "/weights/bucket",
     2e-6,  # the server computes them from the stored latents, as the trainer does
     "did not arrive as it was sent",
     {
@@ -193,6 +197,18 @@ def test_a_server_that_ignores_guidance_is_caught(kind, tmp_path) -> None:
         served.push()
         with pytest.raises(SamplingMismatchError, match=r"does not use sampling\.guidance_scale=4 as the trainer"):
             served.sampled(served.asking(guidance_scale=4.0))
+
+
+def test_weights_that_never_arrive_are_named(kind, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(server, "RETRY_DELAY_S", 0.01)
+    with kind.fake("no-weights") as url, kind.serving(tmp_path, url=url) as served:
+        says = (
+            rf"the weights .000001-live-0-\w+. did not arrive: .* gave no answer to {kind.brings_weights} in 5 attempts"
+        )
+        with pytest.raises(SyncError, match=says):
+            served.push()
+        with pytest.raises(SyncError, match="no verified weights"):
+            served.sampled(served.asking())
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "adapters"])

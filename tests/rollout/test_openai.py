@@ -2,97 +2,26 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
 
+from tests import served_tokens
 from tests.fake_servers import openai as fake
-from tests.sync_ends import placed
-from unirl.config.errors import DependencyError, EngineError, IncompatibleError, SyncError, WeightsLostError
+from tests.served_tokens import ATOL, FAKE, LORA, Served
+from unirl.config.errors import IncompatibleError, SyncError
 from unirl.config.load import load
-from unirl.distributed.group.pool import open_pool
 from unirl.distributed.weight_sync.endpoints import WeightSender
-from unirl.distributed.weight_sync.sync import EngineSync
-from unirl.models.qwen3.family import Qwen3Bundle, Qwen3Pipeline
 from unirl.plan.preflight import preflight
 from unirl.rollout.engine.openai.densities import checked_gaps, processed, raw, tempered
 from unirl.rollout.engine.openai.engine import OpenAIRolloutEngine
 from unirl.testing.engine import check_engine
 from unirl.testing.language import text_params, text_request
-from unirl.train.backend.base import OptimizerConfig
-from unirl.train.backend.fsdp import FSDPBackend
-from unirl.train.configs import LoraConfig
-from unirl.types.rollout_req import RolloutReq
-from unirl.types.segments import TextSegment
 
-TOY = {"path": "toy", "dtype": "fp32"}
-ATOL = 2e-5
-"""Largest difference of log-probs of two fp32 forwards over other batches."""
-
-
-@dataclass
-class Served:
-    """A trainer and an engine whose weights live in a server."""
-
-    trained: Qwen3Pipeline
-    backend: FSDPBackend
-    engine: OpenAIRolloutEngine
-    sync: EngineSync
-
-    @staticmethod
-    def at(folder: Path, lora: LoraConfig | None = None, program: str = "fake", **keys: object) -> Served:
-        trained = Qwen3Pipeline(Qwen3Bundle(**TOY))
-        backend = FSDPBackend(trained.bundle, 3, optimizer_cfg=OptimizerConfig(learning_rate=1e-2), lora_cfg=lora)
-        bundle = Qwen3Bundle(**TOY, meta_init=True)
-        engine = OpenAIRolloutEngine(Qwen3Pipeline(bundle), folder, program=program, concurrency=8, **keys)
-        sender = WeightSender(backend, trained.stage, engine)
-        pool = open_pool("local", 2, deadline_s=600.0)
-        sync = EngineSync(placed(pool, 0, "sender", sender), placed(pool, 1, "rollout", engine))
-        return Served(trained, backend, engine, sync)
-
-    def train(self, seed: int = 0) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for parameter in self.backend.trainable.values():
-                parameter.add_(torch.empty(parameter.shape).normal_(std=0.05, generator=generator))
-        self.backend.updates += 1
-
-    def push(self) -> None:
-        self.sync.push(self.backend.updates)
-
-    def asking(self, **params: object) -> RolloutReq:
-        return text_request(3, text_params(**params)).from_weights("live", self.backend.updates)
-
-    def sampled(self, req: RolloutReq) -> TextSegment:
-        return self.engine.generate(req).tracks["text"].sampled_as(TextSegment).segment
-
-    def tokens(self, req: RolloutReq) -> list[list[int]]:
-        segment = self.sampled(req)
-        return [row.tolist() for row in segment.tokens.split(segment.lengths.tolist())]
-
-    def log_prob_gap(self, req: RolloutReq) -> float:
-        """The largest difference between the engine's log-probs and the trainer's replay."""
-        track = self.engine.generate(req).tracks["text"].sampled_as(TextSegment)
-        with torch.no_grad():
-            replay = self.trained.stage.replay(track.conditions, track.segment)
-        return float((track.segment.logp - replay.logp).abs().max())
-
-
-@contextmanager
-def serving(folder: Path, **keys: object) -> Iterator[Served]:
-    """A trainer and an engine whose server ends with the block."""
-    served = Served.at(folder, **keys)
-    try:
-        yield served
-    finally:
-        served.engine.server.stop()
+serving = partial(served_tokens.serving, OpenAIRolloutEngine, **FAKE)
 
 
 @pytest.fixture(scope="module")
@@ -102,33 +31,16 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield served
 
 
-def test_it_keeps_the_contract_of_an_engine(tmp_path) -> None:
-    """Refusal before a push, log-probs equal to the replay's before and after an update, row bits, sleep, snapshots."""
-    with fake() as url, serving(tmp_path, url=url) as served:
-        served.engine.server.frees_memory = True  # as on a GPU
-        req = text_request(8, text_params(samples_per_prompt=6))
-        check_engine(served.engine, served.trained, served.backend, req, atol=ATOL)
-        assert not list((tmp_path / "engine" / "openai-0").glob("0*"))  # the weights of a transfer are removed
-
-
 def test_merged_adapters_keep_the_contract_too(tmp_path) -> None:
-    with fake() as url, serving(tmp_path, url=url, lora=LoraConfig(rank=4, alpha=8.0)) as served:
+    with fake() as url, serving(tmp_path, url=url, lora=LORA) as served:
         req = text_request(4, text_params(samples_per_prompt=4))
         check_engine(served.engine, served.trained, served.backend, req, atol=ATOL, merge_adapters=True)
 
 
-def test_sampling_settings_reach_the_server(served) -> None:
-    """Greedy tokens are the trainer's own, top_k=1 is greedy at any temperature; log-probs follow the temperature."""
+def test_log_probs_of_truncated_draws_are_those_of_the_tokens_that_are_left(served) -> None:
+    """So check_density refuses such settings."""
     served.push()
-    req = served.asking(temperature=0.0, samples_per_prompt=1)
-    with torch.no_grad():
-        theirs = served.trained.generate(req, 4).tracks["text"].segment
-    ours = served.sampled(req)
-    assert torch.equal(ours.tokens, theirs.tokens) and torch.equal(ours.finished, theirs.finished)
-    truncated = served.asking(temperature=0.7, top_k=1, samples_per_prompt=1)
-    assert torch.equal(served.sampled(truncated).tokens, theirs.tokens)
-    assert served.log_prob_gap(served.asking(temperature=0.7)) < ATOL
-    assert served.log_prob_gap(served.asking(temperature=0.7, top_k=5)) > 0.1  # which check_density refuses
+    assert served.log_prob_gap(served.asking(temperature=0.7, top_k=5)) > 0.1
 
 
 # A server that keeps its weights
@@ -161,96 +73,27 @@ def test_a_server_without_endpoints_for_weights_is_refused(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "error", "says"),
+    ("fault", "says"),
     [
-        ("other-temperature", SyncError, "the server took every tensor, but the forward of engine rank 0 differs"),
-        ("other-model", SyncError, "the server took every tensor, but the forward of engine rank 0 differs"),
-        ("wrong-dtype", SyncError, "did not arrive as it was sent: OpenAI-compatible server reports the checksum"),
-        ("ignore-seeds", EngineError, "ignores seeds: it gives two responses for one seed"),
-        ("fewer-tokens", IncompatibleError, r"its answer to a first request counts \d+ tokens, and has \d+: "),
-        ("fewer-rows", IncompatibleError, "its answer to a first request has 0 responses, and one was asked for"),
-        ("other-name", IncompatibleError, "is from the model 'another', and 'toy' was asked"),
-        ("text-only", IncompatibleError, r"answers with texts alone \(it ignores return_token_ids\)"),
-        ("no-logprobs", IncompatibleError, r"reports no log-probs \(it ignores logprobs\)"),
-        ("slow", IncompatibleError, "gave no answer to a first request in 5 attempts"),
+        ("fewer-rows", "its answer to a first request has 0 responses, and one was asked for"),
+        ("other-name", "is from the model 'another', and 'toy' was asked"),
+        ("text-only", r"answers with texts alone \(it ignores return_token_ids\)"),
+        ("no-logprobs", r"reports no log-probs \(it ignores logprobs\)"),
     ],
 )
-def test_a_lie_is_caught_when_weights_are_sent(tmp_path, fault, error, says) -> None:
-    timeout = {"timeout_s": 0.5} if fault == "slow" else {}
-    with fake(fault) as url, serving(tmp_path, url=url, **timeout) as served:
-        with pytest.raises(error, match=says):
-            served.push()
-        with pytest.raises(SyncError, match="no verified weights"):
-            served.sampled(served.asking())
-
-
-def test_stale_weights_under_a_new_name_are_caught(tmp_path) -> None:
-    with fake("stale-weights") as url, serving(tmp_path, url=url) as served:
+def test_a_lie_is_caught_when_it_starts(tmp_path, fault, says) -> None:
+    with fake(fault) as url, serving(tmp_path, url=url) as served, pytest.raises(IncompatibleError, match=says):
         served.push()
-        served.train()
-        with pytest.raises(SyncError, match=r"did not arrive as it was sent.*It keeps old weights"):
-            served.push()
 
 
 def test_stale_weights_are_caught_where_the_server_cannot_give_checksums(tmp_path, monkeypatch) -> None:
     """On a CPU vLLM packs the linear layers: only the log-probs tell."""
     with fake("stale-weights") as url, serving(tmp_path, url=url) as served:
-        monkeypatch.setattr(served.engine.server, "_checksums", lambda: [{}])
+        monkeypatch.setattr(served.engine.server, "checksums", lambda: [{}])
         served.push()
         served.train()
         with pytest.raises(SyncError, match="the forward of engine rank 0 differs"):
             served.push()
-
-
-@pytest.mark.parametrize(
-    ("fault", "error", "says"),
-    [
-        ("nan-logp", EngineError, r"needs as many log-probs <= 0: \[nan"),
-        ("version-skew", SyncError, "from several weights, 000001-live-0-.*, another"),
-    ],
-)
-def test_a_lie_is_caught_when_it_samples(tmp_path, fault, error, says) -> None:
-    with fake(fault) as url, serving(tmp_path, url=url, deterministic=False) as served:
-        served.push()
-        with pytest.raises(error, match=says):
-            served.sampled(served.asking())
-
-
-def test_exchanged_rows_have_log_probs_that_the_replay_contradicts(tmp_path) -> None:
-    with fake("swap-rows") as url, serving(tmp_path, url=url, deterministic=False) as served:
-        served.push()
-        assert served.log_prob_gap(served.asking(max_new_tokens=4)) > 0.1
-
-
-@pytest.mark.parametrize("fault", ["half-answer", "close"])
-def test_responses_that_are_broken_off_are_asked_for_again(served, tmp_path, fault) -> None:
-    """With the same seeds, so that the answers are those of a server without faults."""
-    served.push()
-    expected = served.tokens(text_request(3, text_params()).from_weights("live", served.backend.updates))
-    with fake(fault) as url, serving(tmp_path, url=url) as broken:
-        broken.push()
-        assert broken.tokens(broken.asking()) == expected
-
-
-def test_two_runs_on_one_server_are_told_apart(tmp_path) -> None:
-    with fake() as url, serving(tmp_path / "a", url=url) as first, serving(tmp_path / "b", url=url) as second:
-        first.push()
-        second.push()
-        with pytest.raises(SyncError, match="another program may have loaded weights into the same server"):
-            first.sampled(first.asking())
-
-
-@pytest.mark.slow
-def test_a_killed_server_gets_its_weights_again_and_gives_the_same_answers(tmp_path) -> None:
-    with serving(tmp_path, max_restarts=1) as served:
-        served.train()
-        served.push()
-        expected, process = served.tokens(served.asking()), served.engine.server.process
-        os.killpg(process._process.pid, signal.SIGKILL)
-        with pytest.raises(WeightsLostError, match="those of the last transfer must be sent again"):
-            served.sampled(served.asking())
-        served.push()
-        assert served.tokens(served.asking()) == expected and process.num_starts == 2
 
 
 # The distribution of log-probs
@@ -320,15 +163,9 @@ def test_another_model_name_is_refused(tmp_path) -> None:
         served.push()
 
 
-def test_a_server_that_does_not_answer_is_named(tmp_path) -> None:
-    refusal = pytest.raises(EngineError, match=r"no OpenAI-compatible server answers at rollout\.url=http://127")
-    with serving(tmp_path, url="http://127.0.0.1:9") as served, refusal:
-        served.push()
-
-
 def test_the_command_line_follows_from_settings_and_model(tmp_path) -> None:
     keys = {"gpu_memory_utilization": 0.5, "context_length": 64, "engine_args": {"enforce_eager": True}, "tp_size": 2}
-    served = Served.at(tmp_path, program="vllm", python_executable=sys.executable, **keys)
+    served = Served.at(OpenAIRolloutEngine, tmp_path, program="vllm", python_executable=sys.executable, **keys)
     server = served.engine.server
     server.prepare(WeightSender(served.backend, served.trained.stage).prepare(False))
     assert " ".join(server.words("/env/bin/python", 30000)) == (
@@ -337,8 +174,3 @@ def test_the_command_line_follows_from_settings_and_model(tmp_path) -> None:
         "--logprobs-mode processed_logprobs --gpu-memory-utilization 0.5 --max-model-len 64 --enforce-eager"
     )
     assert server.env()["VLLM_SERVER_DEV_MODE"] == "1"
-
-
-def test_vllm_must_be_somewhere(tmp_path) -> None:
-    with pytest.raises(DependencyError, match=r"unirl engines install vllm\."):
-        Served.at(tmp_path, program="vllm")

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 
+from tests import served_tokens
 from tests.fake_servers import sglang as fake
-from tests.rollout.test_sglang_llm import ATOL, Served, serving
+from tests.served_tokens import ATOL, FAKE, Served
 from unirl.config.errors import EngineError, IncompatibleError
 from unirl.models.qwen_vl.family import QwenVLBundle, QwenVLPipeline
 from unirl.rollout.engine.openai.transformers_serve import TransformersServeEngine
+from unirl.rollout.engine.sglang_llm.engine import SGLangLLMRolloutEngine
 from unirl.testing.language import text_params, text_request
 from unirl.types.primitives import MediaRef, PromptImages
 from unirl.types.rollout_req import RolloutReq
@@ -26,6 +29,9 @@ COUNTS = (0, 1, 2)
 
 def tiny_qwen_vl(**keys: object) -> QwenVLPipeline:
     return QwenVLPipeline(QwenVLBundle(path="toy", dtype="fp32", **keys))
+
+
+serving = partial(served_tokens.serving, SGLangLLMRolloutEngine, **FAKE, pipeline=tiny_qwen_vl)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +49,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server that has the trainer's first weights."""
     folder = tmp_path_factory.mktemp("run")
-    with fake(recipe=RECIPE) as url, serving(folder, url=url, model=tiny_qwen_vl) as served:
+    with fake(recipe=RECIPE) as url, serving(folder, url=url) as served:
         served.push()
         yield served
 
@@ -71,7 +77,7 @@ def test_the_answers_depend_on_the_images(served, pictures) -> None:
 
 
 def test_images_of_another_size_are_refused_by_name(tmp_path, pictures) -> None:
-    with fake("other-image-size", recipe=RECIPE) as url, serving(tmp_path, url=url, model=tiny_qwen_vl) as served:
+    with fake("other-image-size", recipe=RECIPE) as url, serving(tmp_path, url=url) as served:
         served.push()
         says = r"reads the [12] images .* as another number of tokens.*pipeline\.max_pixels must lie within"
         with pytest.raises(EngineError, match=says):
@@ -80,7 +86,7 @@ def test_images_of_another_size_are_refused_by_name(tmp_path, pictures) -> None:
 
 def test_images_of_other_colours_have_log_probs_that_the_replay_contradicts(tmp_path, pictures) -> None:
     """Their number of tokens is right, so only the trainer can tell: its parity gate compares the log-probs."""
-    with fake("other-colours", recipe=RECIPE) as url, serving(tmp_path, url=url, model=tiny_qwen_vl) as served:
+    with fake("other-colours", recipe=RECIPE) as url, serving(tmp_path, url=url) as served:
         served.push()
         assert served.log_prob_gap(asking(served, pictures)) > 1e-3
 

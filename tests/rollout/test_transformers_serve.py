@@ -8,73 +8,26 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.sync_ends import placed
+from tests.served_tokens import Served
 from unirl.config.errors import EngineError, IncompatibleError, SyncError
-from unirl.distributed.group.pool import open_pool
-from unirl.distributed.weight_sync.endpoints import WeightSender
 from unirl.distributed.weight_sync.fingerprint import fingerprints
-from unirl.distributed.weight_sync.sync import EngineSync
 from unirl.models.language.packing import prompts_of
-from unirl.models.qwen3.family import Qwen3Bundle, Qwen3Pipeline
 from unirl.rollout.engine.openai.transformers_serve import PROBE_LADDER, TransformersServeEngine
 from unirl.rollout.engine.serving.engine import SEEDS
 from unirl.sde.noise import NoiseSource, key_seed
 from unirl.testing.engine import check_engine
 from unirl.testing.language import text_params, text_request
-from unirl.train.backend.base import OptimizerConfig
-from unirl.train.backend.fsdp import FSDPBackend
-from unirl.types.rollout_req import RolloutReq
-
-TOY = {"path": "toy", "dtype": "fp32"}
-
-
-@dataclass
-class Served:
-    """A trainer and an engine whose weights live in a server."""
-
-    trained: Qwen3Pipeline
-    backend: FSDPBackend
-    engine: TransformersServeEngine
-    sync: EngineSync
-
-    @staticmethod
-    def at(folder: Path, **keys: object) -> Served:
-        trained = Qwen3Pipeline(Qwen3Bundle(**TOY))
-        backend = FSDPBackend(trained.bundle, 3, optimizer_cfg=OptimizerConfig(learning_rate=1e-2))
-        engine = TransformersServeEngine(Qwen3Pipeline(Qwen3Bundle(**TOY, meta_init=True)), folder, **keys)
-        sender = WeightSender(backend, trained.stage, engine)
-        pool = open_pool("local", 2, deadline_s=600.0)
-        sync = EngineSync(placed(pool, 0, "sender", sender), placed(pool, 1, "rollout", engine))
-        return Served(trained, backend, engine, sync)
-
-    def train(self, seed: int = 0) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for parameter in self.backend.trainable.values():
-                parameter.add_(torch.empty(parameter.shape).normal_(std=0.05, generator=generator))
-        self.backend.updates += 1
-
-    def push(self) -> None:
-        self.sync.push(self.backend.updates)
-
-    def asking(self, **params: object) -> RolloutReq:
-        return text_request(3, text_params(**params)).from_weights("live", self.backend.updates)
-
-    def tokens(self, req: RolloutReq) -> list[list[int]]:
-        segment = self.engine.generate(req).tracks["text"].segment
-        return [row.tolist() for row in segment.tokens.split(segment.lengths.tolist())]
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """One server for the tests that leave it running. Its weights are those of the last update."""
-    served = Served.at(tmp_path_factory.mktemp("run"))
+    served = Served.at(TransformersServeEngine, tmp_path_factory.mktemp("run"))
     yield served
     served.engine.server.stop()
 
@@ -164,7 +117,7 @@ def test_a_server_that_keeps_old_weights_is_caught(served, monkeypatch) -> None:
 
 @pytest.mark.slow
 def test_a_killed_server_is_restarted_with_its_weights_and_gives_the_same_answers(tmp_path) -> None:
-    served = Served.at(tmp_path, max_restarts=1)
+    served = Served.at(TransformersServeEngine, tmp_path, max_restarts=1)
     served.train()
     served.push()
     process = served.engine.server.process
@@ -189,16 +142,18 @@ def test_a_killed_server_is_restarted_with_its_weights_and_gives_the_same_answer
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path) -> None:
-    served = Served.at(tmp_path, python_executable="/usr/bin/false")
+    served = Served.at(TransformersServeEngine, tmp_path, python_executable="/usr/bin/false")
     with pytest.raises(EngineError, match="ended with exit status 1 before it answered"):
         served.push()
-    missing = Served.at(tmp_path, python_executable="/no/such/python")
+    missing = Served.at(TransformersServeEngine, tmp_path, python_executable="/no/such/python")
     with pytest.raises(EngineError, match="cannot be started"):
         missing.push()
-    slow = Served.at(tmp_path, python_executable=str(waiting_program(tmp_path)), start_timeout_s=0.3)
+    slow = Served.at(
+        TransformersServeEngine, tmp_path, python_executable=str(waiting_program(tmp_path)), start_timeout_s=0.3
+    )
     with pytest.raises(EngineError, match=r"did not answer within rollout\.start_timeout_s=0\.3 s"):
         slow.push()
-    absent = Served.at(tmp_path, url="http://127.0.0.1:9")
+    absent = Served.at(TransformersServeEngine, tmp_path, url="http://127.0.0.1:9")
     with pytest.raises(EngineError, match=r"no transformers serve answers at rollout\.url=http://127\.0\.0\.1:9"):
         absent.push()
 

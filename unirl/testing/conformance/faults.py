@@ -12,6 +12,7 @@ COMMON: Mapping[str, str] = {
     "close": "closes the connection in place of every third sample",
     "slow": "waits two seconds before every sample",
     "wrong-dtype": "stores the tensors that it gets in bfloat16",
+    "no-weights": "closes the connection in place of every request that brings weights",
     "stale-weights": "takes over the first transfer only, and reports success for later ones",
     "other-model": "samples from another model, and reports the checksums of the right one",
     "ignore-seeds": "draws from random numbers of its own",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from unirl.rollout.engine.vllm_omni.program.listener import JSON, WireReply, WireServer, wire_server
+from unirl.rollout.engine.vllm_omni.program.listener import JSON, Handler, WireReply, WireServer, wire_server
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,27 @@ class JsonReply:
 JsonHandler = Callable[[object], JsonReply]
 Routes = Mapping[tuple[str, str], JsonHandler]
 """Method and path to the function that answers."""
+BRING_WEIGHTS = (
+    ("POST", "/update_weights_from_tensor"),
+    ("POST", "/update_weights_from_disk"),
+    ("POST", "/load_lora_adapter_from_tensors"),
+    ("POST", "/collective_rpc"),
+    ("POST", "/weights/bucket"),
+)
+"""Method and path of the requests that bring weights, of all servers."""
 NOT_FOUND = JsonReply(404, {"detail": "Not Found"})
 
 
-def json_server(port: int, routes: Routes) -> WireServer:
+def json_server(port: int, routes: Routes, fault: str | None) -> WireServer:
     """A server of the loopback interface that answers with `routes`. Port 0 takes a free one."""
     named = {key: decoding(handler) for key, handler in routes.items()}
-    return wire_server(port, named, NOT_FOUND.on_the_wire())
+    return wire_server(port, without_weights(named, fault), NOT_FOUND.on_the_wire())
+
+
+def without_weights(routes: Mapping[tuple[str, str], Handler], fault: str | None) -> Mapping[tuple[str, str], Handler]:
+    """The routes, of which those that bring weights close the connection if the fault says so."""
+    closed = dict.fromkeys(BRING_WEIGHTS, lambda body: WireReply(500, b"", cut=0))
+    return {**routes, **{key: closed[key] for key in routes if key in closed}} if fault == "no-weights" else routes
 
 
 def decoding(handler: JsonHandler) -> Callable[[memoryview], WireReply]:

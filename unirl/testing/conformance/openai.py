@@ -242,4 +242,4 @@ def fake_openai(model: ServedModel, port: int, words: Sequence[str], fault: str 
     """
     pipeline = model.load()
     assert isinstance(pipeline, TextPipeline), f"{model.pipeline} is no language model"
-    return json_server(port, FakeOpenAI(TokenModel(pipeline), model.path, parsed(words), fault).routes())
+    return json_server(port, FakeOpenAI(TokenModel(pipeline), model.path, parsed(words), fault).routes(), fault)

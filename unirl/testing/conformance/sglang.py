@@ -326,4 +326,4 @@ def fake_sglang_diffusion(model: ServedModel, port: int, words: Sequence[str], f
         fault: a name of `FAULTS["sglang"]`.
     """
     fake = FakeSGLangDiffusion(latent_model(model), model.path, fault)
-    return json_server(port, fake.routes())
+    return json_server(port, fake.routes(), fault)

@@ -506,4 +506,4 @@ def fake_sglang(model: ServedModel, port: int, words: Sequence[str], fault: str 
     assert isinstance(pipeline, TextPipeline), f"{model.pipeline} is no language model"
     name = str(pipeline.bundle.dtype).removeprefix("torch.")
     fake = FakeSGLang(TokenModel(pipeline), model.path, name, parsed(words), fault)
-    return json_server(port, fake.routes())
+    return json_server(port, fake.routes(), fault)

@@ -26,6 +26,7 @@ from unirl.rollout.engine.vllm_omni.program.trajectory import RecordingScheduler
 from unirl.rollout.engine.vllm_omni.program.weights import BucketReader
 from unirl.rollout.engine.vllm_omni.program.wire import Body, Wire
 from unirl.sde.kernels import EulerODE
+from unirl.testing.conformance.http_server import without_weights
 from unirl.testing.conformance.latent_model import LatentModel, latent_model
 from unirl.testing.conformance.served import ServedModel
 from unirl.testing.conformance.sglang import CHANGES_AT, DIES_AT, EVERY, SLOW_S, LatentExchange
@@ -218,4 +219,4 @@ def fake_vllm_omni(model: ServedModel, port: int, words: Sequence[str], fault: s
     fake = FakeOmni(latent_model(model), model.path, fault)
     routes = dict(Wire(fake).routes())
     routes["POST", "/sample"] = broken(routes["POST", "/sample"], fault)
-    return wire_server(port, routes)
+    return wire_server(port, without_weights(routes, fault))

@@ -14,8 +14,8 @@ from unirl.config.errors import IncompatibleError
 from unirl.rollout.engine.base import EngineUse
 from unirl.rollout.engine.openai.densities import check_density
 from unirl.rollout.engine.openai.server import OpenAIServer, OpenAISettings
+from unirl.rollout.engine.serving.checkpoint_server import TOY_CHECKPOINT
 from unirl.rollout.engine.serving.http_server import HttpServer
-from unirl.rollout.engine.serving.settings import TOY
 from unirl.rollout.engine.serving.tokens import TokenServingEngine
 from unirl.types.protocols import Capabilities
 from unirl.types.sampling import ARSamplingParams, Sampling, sampling_as
@@ -29,13 +29,10 @@ class OpenAIRolloutEngine(TokenServingEngine, OpenAISettings):
         old_logp="native", snapshots=True, dedicated=True, remote=True, modalities=("text",)
     )
     toy: ClassVar[Mapping[str, object]] = {
-        **TOY,
+        **TOY_CHECKPOINT,
         "control": "vllm",
         "model": None,
-        "tp_size": 1,
         "gpu_memory_utilization": None,
-        "context_length": None,
-        "concurrency": 8,
     }
     server_class: ClassVar[type[HttpServer]] = OpenAIServer
     files: ClassVar[str] = "openai"
@@ -43,15 +40,10 @@ class OpenAIRolloutEngine(TokenServingEngine, OpenAISettings):
     @classmethod
     def check_settings(cls, sampling: Sampling, settings: Mapping[str, object]) -> None:
         super().check_settings(sampling, settings)
-        params = sampling_as(ARSamplingParams, sampling, "an OpenAI-compatible server samples with")
-        if params.min_new_tokens > 0:
-            raise IncompatibleError(
-                f"sampling.min_new_tokens={params.min_new_tokens}: the server would report log-probs without the end "
-                "tokens, which are those of another policy than the trained one. Set sampling.min_new_tokens=0"
-            )
         logprobs = settings["logprobs"]
         if settings["url"] is None:
             check_started(settings)
+        params = sampling_as(ARSamplingParams, sampling, f"{cls.server_class.name} samples with")
         check_density(params, logprobs)  # type: ignore[arg-type]
 
     @classmethod

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -22,23 +22,18 @@ from unirl.distributed.weight_sync.base import WeightLayout
 from unirl.distributed.weight_sync.fingerprint import Fingerprint, PendingFingerprints
 from unirl.models.language.pipeline import PlainPrompt, TextPipeline
 from unirl.rollout.engine.openai import messages
-from unirl.rollout.engine.openai.densities import TEMPERATURE, TOP_K, LogProbKind, checked_gaps
-from unirl.rollout.engine.serving.fake import fake_command
-from unirl.rollout.engine.serving.http_server import HttpServer, option_words
+from unirl.rollout.engine.openai.densities import HIGHEST_TEMPERATURE, TEMPERATURE, TOP_K, LogProbKind, checked_gaps
+from unirl.rollout.engine.serving.checkpoint_server import CheckpointServer, CheckpointServerSettings, log_prob_gaps
+from unirl.rollout.engine.serving.checksums import DIGITS, SentTensors
 from unirl.rollout.engine.serving.payloads import copied
 from unirl.rollout.engine.serving.process import LOOPBACK
-from unirl.rollout.engine.serving.settings import InstalledServerSettings
-from unirl.rollout.engine.serving.tokens import ProbeResult, TokenAnswer, TokenRequest, TokenServer
-from unirl.rollout.engine.sglang_llm.checksums import DIGITS, ChecksumProof, SentTensors
-from unirl.rollout.engine.sglang_llm.names import checkpoint_names, wire_names
+from unirl.rollout.engine.serving.tokens import TokenAnswer, TokenRequest
 from unirl.types.sampling import ARSamplingParams
 
 EMPTY = hashlib.sha256(b"").hexdigest()[:DIGITS]
 """The checksum of a tensor that vLLM has packed into another form, as it does with linear layers on a CPU."""
 PROBED_DRAWS = 8
 """Tokens that the probe draws after each prompt, to compare their log-probs with expected ones."""
-SEEDED = ARSamplingParams(max_new_tokens=16, temperature=2.0)
-"""Draws of many tokens, for the check of seeds. Servers take no higher temperature."""
 SERVED_NAME = "trained"
 """The name of the model of a server that the engine starts."""
 MODES: Mapping[LogProbKind, str] = {"raw": "raw_logprobs", "processed": "processed_logprobs"}
@@ -48,7 +43,7 @@ Control = Literal["vllm", "none"]
 
 
 @dataclass(kw_only=True)
-class OpenAISettings(InstalledServerSettings):
+class OpenAISettings(CheckpointServerSettings):
     """Settings of an OpenAI-compatible server."""
 
     environment: ClassVar[str] = "vllm"
@@ -66,21 +61,11 @@ class OpenAISettings(InstalledServerSettings):
     """The distribution whose log-probs the server reports. raw: temperature 1, all tokens (llama.cpp, and the default
     of vLLM). tempered: the temperature of sampling, all tokens (SGLang). processed: the temperature of sampling, the
     tokens that top_k and top_p leave (vLLM as the engine starts it)."""
-    tp_size: int = 1
-    """Tensor-parallel ranks of a server that the engine starts."""
     gpu_memory_utilization: float | None = None
     """Share of the device memory for weights and the key-value cache. Absent: vLLM chooses."""
-    context_length: int | None = None
-    """The most tokens of a prompt and its response. Absent: those of the model."""
-    deterministic: bool = True
-    """Require that a seed determines a response. False allows a server that ignores seeds, and such a run is not
-    reproducible."""
-    engine_args: Mapping[str, object] = field(default_factory=dict)
-    """Further arguments of `vllm serve`, such as {enforce_eager: true}."""
-    concurrency: int = 128
 
 
-class OpenAIServer(HttpServer, TokenServer):
+class OpenAIServer(CheckpointServer):
     """A process of `vllm serve`, or any OpenAI-compatible server that runs at `rollout.url`."""
 
     name: ClassVar[str] = "OpenAI-compatible server"
@@ -89,7 +74,9 @@ class OpenAIServer(HttpServer, TokenServer):
         *("model", "served_model_name", "host", "port", "dtype", "tensor_parallel_size", "gpu_memory_utilization"),
         *("max_model_len", "logprobs_mode", "generation_config", "enable_sleep_mode"),
     )
-    pipeline: TextPipeline[Any]
+    fake: ClassVar[str] = "openai"
+    seeded: ClassVar[ARSamplingParams] = ARSamplingParams(max_new_tokens=16, temperature=HIGHEST_TEMPERATURE)
+    keeps_seeds: ClassVar[str] = "Use a server that keeps them"
     settings: OpenAISettings
 
     def __init__(self, pipeline: TextPipeline[Any], folder: Path, log: Path, settings: OpenAISettings) -> None:
@@ -98,15 +85,8 @@ class OpenAIServer(HttpServer, TokenServer):
             folder: weights are written below it. The server must see it, too.
         """
         super().__init__(pipeline, folder, log, settings)
-        self.concurrency = settings.concurrency
-        self.extra_words = option_words(settings.engine_args)
-        self.root = folder
         self.model = SERVED_NAME
         """The name of the model in requests."""
-        self.wire: Mapping[str, str] = {}
-        """Tensor of the layout to its name in the checkpoint."""
-        self.proof = ChecksumProof(self.name)
-        self.sent = SentTensors(hashes_bytes=True)
         self.tensors: dict[str, Tensor] = {}
         """The tensors of the transfer that is under way, by name."""
         self.prints = PendingFingerprints()
@@ -114,11 +94,8 @@ class OpenAIServer(HttpServer, TokenServer):
         """With control=none: the trainer's weights with which the server's were compared."""
         self.label: str | None = None
         """The name that the server gives to its weights in answers. None: it gives none."""
-        self.has_checked_seeds = False
         # A CPU has no device memory that could be freed.
         self.frees_memory = self._is_controlled and pipeline.bundle.device.type != "cpu"
-        self.asleep: Sequence[Mapping[str, str]] = ()
-        """The checksums of the weights when it went to sleep."""
 
     @property
     def _is_controlled(self) -> bool:
@@ -127,31 +104,15 @@ class OpenAIServer(HttpServer, TokenServer):
     # The process
 
     def prepare(self, layout: WeightLayout) -> None:
-        if layout.payload == "adapter":
-            raise SyncError(
-                f"{self.name} cannot load adapters while it runs: set sync.merge_adapters=true, which merges them into "
-                "the weights that are sent"
-            )
-        if not self._is_controlled:
-            return
-        bundle = self.pipeline.bundle
-        if bundle.path in bundle.toys:
-            self.root = self.folder / "base"
-            if not self.root.exists():
-                self.pipeline.write_model({}, self.root)
-        else:
-            self.root = bundle.directory_of(bundle.path, bundle.revision)
-        self.wire = wire_names(layout, checkpoint_names(self.root, bundle.family))
+        self.refuse_adapters(layout)
+        if self._is_controlled:
+            super().prepare(layout)
 
-    def words(self, python: str, port: int) -> list[str]:
-        if self.settings.is_fake:
-            fake = fake_command("openai", self.pipeline, self.root, port)
-            return [*fake, "--", *self._flags(), *self.extra_words]
+    def launch(self, python: str, port: int) -> list[str]:
         serve = [python, "-m", "vllm.entrypoints.cli.main", "serve", str(self.root), "--host", LOOPBACK]
-        return [*serve, "--port", str(port), "--dtype", self.dtype, *self._flags(), *self.extra_words]
+        return [*serve, "--port", str(port), "--dtype", self.dtype]
 
-    def _flags(self) -> list[str]:
-        """The arguments that follow from the settings and the device."""
+    def flags(self) -> list[str]:
         settings = self.settings
         flags = ["--served-model-name", SERVED_NAME, "--tensor-parallel-size", str(settings.tp_size)]
         # vLLM would take absent settings from the checkpoint, else.
@@ -201,7 +162,7 @@ class OpenAIServer(HttpServer, TokenServer):
         others = "vLLM, SGLang and llama.cpp's server can do it; for transformers serve use rollout=server"
         try:
             first = "a first request"
-            [choice] = self.insist(f"to {first}", lambda: self._completed(first, prompt, SEEDED, 0)).choices
+            [choice] = self.insist(f"to {first}", lambda: self._completed(first, prompt, self.seeded, 0)).choices
         except EngineError as error:
             raise IncompatibleError(
                 f"{error}. This was the first request to {self._place}, whose prompt is of token ids. {others}"
@@ -218,10 +179,6 @@ class OpenAIServer(HttpServer, TokenServer):
     def _place(self) -> str:
         url = self.settings.url
         return f"the {self.name} {'that was started' if url is None else f'at rollout.url={url}'}"
-
-    def restore(self) -> bool:
-        self.proof = ChecksumProof(self.name)
-        return not self.weights_name
 
     # Responses
 
@@ -269,11 +226,7 @@ class OpenAIServer(HttpServer, TokenServer):
         labels = {span.version for span in choice.weight_versions or ()}
         if completion.metadata is not None and completion.metadata.weight_version is not None:
             labels.add(completion.metadata.weight_version)
-        if len(labels) > 1:
-            raise SyncError(
-                f"{self.name} sampled {id} from several weights, {', '.join(sorted(labels))}: another program sent "
-                "weights to the same server meanwhile. Give each run its own server"
-            )
+        self.refuse_mixture(id, sorted(labels))
         if not labels and self._is_controlled:
             return self.get("/weight_info", messages.WeightInfo).weight_version
         return next(iter(labels), None)
@@ -297,7 +250,7 @@ class OpenAIServer(HttpServer, TokenServer):
         if self._is_controlled:
             self._load()
             self.label = self.weights_name
-            self.proof.check(self.sent, self._checksums())
+            self.proof.check(self.sent, self.checksums())
             return
         prints = self.prints.result()
         if self.verified is not None and prints != self.verified:
@@ -308,7 +261,7 @@ class OpenAIServer(HttpServer, TokenServer):
             )
         self.verified = prints
         prompt = list(self.pipeline.bundle.codec.ends[:1])
-        answer = self.insist("to a probe", lambda: self._completed("probe", prompt, SEEDED, 0))
+        answer = self.insist("to a probe", lambda: self._completed("probe", prompt, self.seeded, 0))
         self.label = self._label("probe", answer)
 
     def _load(self) -> None:
@@ -320,15 +273,9 @@ class OpenAIServer(HttpServer, TokenServer):
         self.insist_on("/reset_prefix_cache", {})
         self.insist_on("/update_weight_version", {"new_version": self.weights_name})
         shutil.rmtree(folder)
-        version = self.get("/weight_info", messages.WeightInfo).weight_version
-        if version != self.weights_name:
-            raise SyncError(
-                f"the weights {self.weights_name!r} were sent, and {self.name} says that it has {version!r}: another "
-                "program sent weights to the same server meanwhile. Give each run its own server"
-            )
+        self.check_version(self.get("/weight_info", messages.WeightInfo).weight_version)
 
-    def _checksums(self) -> list[Mapping[str, str]]:
-        """The beginning of the SHA-256 of every tensor, for each rank."""
+    def checksums(self) -> list[Mapping[str, str]]:
         reply = self.read(self.insist_on("/weight_checker", {"action": "checksum"}), messages.WeightDigests)
         ranks: dict[str, dict[str, str]] = {}
         for key, digest in reply.checksums.items():
@@ -339,25 +286,18 @@ class OpenAIServer(HttpServer, TokenServer):
 
     # Checks of what it computes
 
-    def probe(self, prompts: Sequence[PlainPrompt], logits: Tensor) -> ProbeResult:
-        """Compares log-probs of drawn tokens, recognises their distribution, and at first checks seeds."""
-        if self.settings.deterministic and not self.has_checked_seeds:
-            self._check_seeds(prompts[0].tokens)
-            self.has_checked_seeds = True
+    def gaps(self, prompts: Sequence[PlainPrompt], logits: Tensor) -> Tensor:
+        """Compares log-probs of drawn tokens, and recognises their distribution."""
         gaps = []
-        for prompt, row in zip(prompts, logits.double(), strict=True):
-            drawn = self._drawn(prompt.tokens, ARSamplingParams(max_new_tokens=1))
-            tokens = torch.tensor([token for token, _ in drawn])
-            theirs = torch.tensor([logp for _, logp in drawn], dtype=torch.float64)
-            gaps.append(theirs - row.log_softmax(0)[tokens])
+        for prompt, row in zip(prompts, logits, strict=True):
+            tokens, logps = zip(*self._drawn(prompt.tokens, ARSamplingParams(max_new_tokens=1)), strict=True)
+            gaps.append(log_prob_gaps(row, tokens, logps))
         truncated = ARSamplingParams(max_new_tokens=1, temperature=TEMPERATURE, top_k=TOP_K)
         drawn = self._drawn(prompts[0].tokens, truncated)
-        gaps.append(checked_gaps(self.name, self.settings.logprobs, logits[0], drawn))
-        gap, scale = torch.cat(gaps), float(logits.double().square().mean().sqrt())
-        return ProbeResult(float(gap.abs().max()), float(gap.square().mean().sqrt()) / scale, self._causes)
+        return torch.cat([*gaps, checked_gaps(self.name, self.settings.logprobs, logits[0], drawn)])
 
     @property
-    def _causes(self) -> str:
+    def causes(self) -> str:
         reported = f"its log-probs are not those of rollout.logprobs={self.settings.logprobs}"
         temperature = "or it samples at another temperature than it is asked for"
         if self._is_controlled:
@@ -368,42 +308,24 @@ class OpenAIServer(HttpServer, TokenServer):
         )
 
     def _drawn(self, prompt: Sequence[int], params: ARSamplingParams) -> list[tuple[int, float]]:
-        """Tokens that the server draws after a prompt with several seeds, and their log-probs."""
-        drawn = []
-        for seed in range(PROBED_DRAWS):
-            tokens, logps = self._sampled(prompt, params, seed)
-            drawn.append((tokens[0], logps[0]))
-        return drawn
+        """The first tokens that the server draws after a prompt with several seeds, and their log-probs."""
+        return [self._drawn_once(prompt, params, seed) for seed in range(PROBED_DRAWS)]
 
-    def _sampled(self, prompt: Sequence[int], params: ARSamplingParams, seed: int) -> tuple[list[int], list[float]]:
+    def _drawn_once(self, prompt: Sequence[int], params: ARSamplingParams, seed: int) -> tuple[int, float]:
         [choice] = self.insist("to a probe", lambda: self._completed("probe", prompt, params, seed)).choices
         tokens, logps = messages.tokens_of(choice), messages.logps_of(choice)
         if not tokens or logps is None or len(tokens) != len(logps):
             raise EngineError(f"{self.name}: its answer to a probe has the tokens {tokens} and the log-probs {logps}")
-        return tokens, logps
-
-    def _check_seeds(self, prompt: Sequence[int]) -> None:
-        """Raises EngineError unless equal seeds give equal responses and another seed gives another one."""
-        first, again, other = (self._sampled(prompt, SEEDED, seed)[0] for seed in (1, 1, 2))
-        if first != again or first == other:
-            what = "gives two responses for one seed" if first != again else "gives one response for two seeds"
-            raise EngineError(
-                f"{self.name} ignores seeds: it {what}. A run would not be reproducible. Use a server that keeps them, "
-                "or set rollout.deterministic=false"
-            )
+        return tokens[0], logps[0]
 
     # Sleep
 
     def sleep(self) -> None:
         self.recover()
         if self.frees_memory:
-            self.asleep = self._checksums()
-            self.post_once("/sleep?level=1", {})
+            self.release("/sleep?level=1")
 
     def wake_up(self) -> None:
         self.recover()
-        if not self.frees_memory:
-            return
-        self.post_once("/wake_up", {})
-        if self._checksums() != self.asleep:
-            raise SyncError(f"{self.name} has other weights after its sleep than before: see {self.log}")
+        if self.frees_memory:
+            self.resume("/wake_up")

@@ -19,7 +19,7 @@ import msgspec
 from torch import Tensor
 
 from unirl.config.dependencies import need
-from unirl.config.errors import EngineError, SyncError
+from unirl.config.errors import EngineError
 from unirl.distributed.weight_sync.base import WeightLayout
 from unirl.distributed.weight_sync.fingerprint import Fingerprint, fingerprints
 from unirl.models.language.bundle import load_network
@@ -53,7 +53,7 @@ class ServedCompletion(msgspec.Struct):
     choices: list[ServedChoice]
 
 
-class TransformersServer(HttpServer, TokenServer):
+class TransformersServer(TokenServer):
     """A process of `transformers serve`, or one that runs at `rollout.url` on this machine."""
 
     name: ClassVar[str] = "transformers serve"
@@ -86,11 +86,7 @@ class TransformersServer(HttpServer, TokenServer):
         """It takes its settings with every request."""
 
     def prepare(self, layout: WeightLayout) -> None:
-        if layout.payload == "adapter":
-            raise SyncError(
-                f"{self.name} cannot load adapters while it runs: set sync.merge_adapters=true, which merges them into "
-                "the weights that are sent"
-            )
+        self.refuse_adapters(layout)
 
     def restore(self) -> bool:
         self._load()

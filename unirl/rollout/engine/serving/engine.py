@@ -9,9 +9,9 @@ from __future__ import annotations
 import secrets
 import tempfile
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import ClassVar, TypeVar
 
 import torch
 
-from unirl.config.errors import IncompatibleError, SyncError, WeightsLostError
+from unirl.config.errors import EngineError, IncompatibleError, SyncError, WeightsLostError
 from unirl.distributed.group.rank import current
 from unirl.distributed.weight_sync.base import Arrival, Numerics, ParamMapping, WeightLayout
 from unirl.distributed.weight_sync.buckets import Bucket
@@ -122,17 +122,28 @@ class ServingEngine(DedicatedEngine, ServerSettings):
             self.num_transfers += 1
             self.version = bucket.version
             self.weights_name = f"{self.num_transfers:06d}-{bucket.weights}-{bucket.version}-{self.owner}"
-            self.server.begin_weights(self.weights_name)
-        self.server.send_weights(tensors)
+            with self._delivering():
+                self.server.begin_weights(self.weights_name)
+        with self._delivering():
+            self.server.send_weights(tensors)
 
     def arrival(self) -> Arrival:
         """Let the server sample from the weights of the transfer, and report what it has now."""
-        held = self.server.end_weights()
+        with self._delivering():
+            held = self.server.end_weights()
         self.versions[self.weights_name] = self.version
         if self.in_flight != "drain":
             self.server.proceed()
         self.gate.open()
         return self._bound().arrival_of(held)
+
+    @contextmanager
+    def _delivering(self) -> Iterator[None]:
+        """Context of requests of a transfer. Raises SyncError with the name of the weights if the server fails."""
+        try:
+            yield
+        except EngineError as error:
+            raise SyncError(f"the weights {self.weights_name!r} did not arrive: {error}") from error
 
     def _clear_the_way(self) -> None:
         """Before a transfer: let requests wait, and do with the running ones what `rollout.in_flight` says."""

@@ -7,26 +7,26 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from unirl.config.errors import EngineError, IncompatibleError
-from unirl.distributed.weight_sync.base import CanaryResult
+from unirl.config.errors import EngineError, IncompatibleError, SyncError
+from unirl.distributed.weight_sync.base import CanaryResult, WeightLayout
 from unirl.models.base import CanaryOutput, response_of
 from unirl.models.language.decoding import Response, ResponseBuilder
 from unirl.models.language.pipeline import PlainPrompt, TextPipeline
 from unirl.models.language.stage import text_segment
 from unirl.rollout.engine.serving.engine import ServingEngine, seeds_of
-from unirl.rollout.engine.serving.server import Server
+from unirl.rollout.engine.serving.http_server import HttpServer
 from unirl.types.batch import Batch
 from unirl.types.conditions import PromptTokens
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp
-from unirl.types.sampling import ARSamplingParams
+from unirl.types.sampling import ARSamplingParams, Sampling, sampling_as
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class ProbeResult:
     """What a difference may come from, and what to do then."""
 
 
-class TokenServer(Server):
+class TokenServer(HttpServer):
     """A server that samples tokens."""
 
     reads_images: ClassVar[bool] = False
@@ -83,6 +83,14 @@ class TokenServer(Server):
     @abstractmethod
     def probe(self, prompts: Sequence[PlainPrompt], logits: Tensor) -> ProbeResult:
         """Compare the server's logits after each prompt with `logits` [B, V]."""
+
+    def refuse_adapters(self, layout: WeightLayout) -> None:
+        """Raises SyncError for a transfer of adapters. For servers that cannot load them while they run."""
+        if layout.payload == "adapter":
+            raise SyncError(
+                f"{self.name} cannot load adapters while it runs: set sync.merge_adapters=true, which merges them into "
+                "the weights that are sent"
+            )
 
 
 class TokenServingEngine(ServingEngine):
@@ -103,6 +111,21 @@ class TokenServingEngine(ServingEngine):
                 "reads images. Use another engine, such as rollout=sglang or rollout=replica"
             )
 
+    @classmethod
+    def check_settings(cls, sampling: Sampling, settings: Mapping[str, object]) -> None:
+        super().check_settings(sampling, settings)
+        cls._check_length(sampling_as(ARSamplingParams, sampling, f"{cls.server_class.name} samples with"))
+
+    @classmethod
+    def _check_length(cls, params: ARSamplingParams) -> None:
+        """Raises IncompatibleError for a smallest length where log-probs are those of the server."""
+        if params.min_new_tokens > 0 and cls.capabilities.old_logp == "native":
+            raise IncompatibleError(
+                f"sampling.min_new_tokens={params.min_new_tokens}: {cls.server_class.name} would report log-probs "
+                "without the end tokens, which are those of another policy than the trained one. Set "
+                "sampling.min_new_tokens=0"
+            )
+
     def canary_inputs(self) -> PromptTokens:
         return self.pipeline.canary_inputs()
 
@@ -113,6 +136,7 @@ class TokenServingEngine(ServingEngine):
 
     def respond(self, req: RolloutReq) -> RolloutResp:
         _, params = req.only_track(ARSamplingParams)
+        self._check_length(params)
         conditions = self.pipeline.encode(req, params)
         prompts = self.pipeline.plain_prompts(conditions)
         rows = zip(req.sample_ids, prompts, seeds_of(req, params, "tok"), strict=True)

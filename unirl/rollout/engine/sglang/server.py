@@ -280,10 +280,7 @@ class SGLangDiffusionServer(LatentServer):
 
     def _change(self, path: str, body: messages.Body) -> Outcome:
         """The answer to a request about weights. Raises SyncError if the server reports that it failed."""
-        try:
-            outcome = self.read(self.insist_on(path, body), Outcome)
-        except EngineError as error:
-            raise SyncError(str(error)) from error
+        outcome = self.read(self.insist_on(path, body), Outcome)
         if not outcome.success:
             raise SyncError(f"{self.name}: {path} failed: {outcome.message}")
         return outcome

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import ClassVar, cast
 
 from unirl.rollout.engine.base import EngineUse
+from unirl.rollout.engine.serving.checkpoint_server import TOY_CHECKPOINT
 from unirl.rollout.engine.serving.http_server import HttpServer
 from unirl.rollout.engine.serving.in_flight import InFlight
-from unirl.rollout.engine.serving.settings import TOY
 from unirl.rollout.engine.serving.tokens import TokenServingEngine
-from unirl.rollout.engine.sglang_llm.server import SGLangServer, SGLangSettings, check_pause, check_sampling
+from unirl.rollout.engine.sglang_llm.server import SGLangServer, SGLangSettings, check_pause
 from unirl.types.protocols import Capabilities
-from unirl.types.sampling import ARSamplingParams, Sampling, sampling_as
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -23,13 +22,7 @@ class SGLangLLMRolloutEngine(TokenServingEngine, SGLangSettings):
     capabilities: ClassVar[Capabilities] = Capabilities(
         old_logp="native", snapshots=True, dedicated=True, remote=True, adapters=True, modalities=("text",)
     )
-    toy: ClassVar[Mapping[str, object]] = {
-        **TOY,
-        "tp_size": 1,
-        "mem_fraction_static": None,
-        "context_length": None,
-        "concurrency": 8,
-    }
+    toy: ClassVar[Mapping[str, object]] = {**TOY_CHECKPOINT, "mem_fraction_static": None}
     server_class: ClassVar[type[HttpServer]] = SGLangServer
     files: ClassVar[str] = "sglang"
 
@@ -37,8 +30,3 @@ class SGLangLLMRolloutEngine(TokenServingEngine, SGLangSettings):
     def check_use(cls, settings: Mapping[str, object], use: EngineUse) -> None:
         super().check_use(settings, use)
         check_pause(cast(InFlight, settings["in_flight"]), use.adapter_alpha is not None)
-
-    @classmethod
-    def check_settings(cls, sampling: Sampling, settings: Mapping[str, object]) -> None:
-        super().check_settings(sampling, settings)
-        check_sampling(sampling_as(ARSamplingParams, sampling, "SGLang samples with"))

@@ -20,8 +20,6 @@ from unirl.types.sampling import ARSamplingParams
 Body = dict[str, object]
 PNG = "data:image/png;base64,"
 """The beginning of an image in a request."""
-BASE = "base_model.model."
-"""The beginning of the names of adapter tensors, as peft writes them."""
 
 
 # Answers

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -16,16 +17,13 @@ from unirl.config.errors import EngineError, IncompatibleError, SyncError
 from unirl.config.http import PROBE_TIMEOUT_S, RequestFailed, ServerBusy
 from unirl.distributed.weight_sync.base import WeightLayout
 from unirl.models.language.pipeline import PlainPrompt, TextPipeline
-from unirl.rollout.engine.serving.fake import fake_command
-from unirl.rollout.engine.serving.http_server import HttpServer, option_words
+from unirl.rollout.engine.serving.checkpoint_server import CheckpointServer, CheckpointServerSettings, log_prob_gaps
+from unirl.rollout.engine.serving.checksums import SentTensors
 from unirl.rollout.engine.serving.in_flight import InFlight
 from unirl.rollout.engine.serving.payloads import copied
 from unirl.rollout.engine.serving.process import LOOPBACK
-from unirl.rollout.engine.serving.settings import InstalledServerSettings
-from unirl.rollout.engine.serving.tokens import ProbeResult, TokenAnswer, TokenRequest, TokenServer
+from unirl.rollout.engine.serving.tokens import TokenAnswer, TokenRequest
 from unirl.rollout.engine.sglang_llm import messages
-from unirl.rollout.engine.sglang_llm.checksums import ChecksumProof, SentTensors
-from unirl.rollout.engine.sglang_llm.names import checkpoint_names, wire_names
 from unirl.types.sampling import ARSamplingParams
 
 PAUSES: Mapping[InFlight, str] = {"abort": "abort", "pause": "retract"}
@@ -34,15 +32,13 @@ PROBED_TOKENS = 32
 """The most likely tokens after a prompt, whose log-probs the probe compares."""
 PROBE_TEMPERATURES = (0.0, 2.0)
 """Log-probs are compared at these temperatures. Those of 0 (greedy) are those of 1."""
-SEEDED = ARSamplingParams(max_new_tokens=16, temperature=5.0)
-"""Almost uniform draws, for the check of seeds."""
 FLUSH_S = 60
 """Seconds that requests have to end before the server goes to sleep."""
 Program = Literal["sglang", "fake"]
 
 
 @dataclass(kw_only=True)
-class SGLangSettings(InstalledServerSettings):
+class SGLangSettings(CheckpointServerSettings):
     """Settings of SGLang's server of a language model."""
 
     environment: ClassVar[str] = "sglang"
@@ -50,28 +46,21 @@ class SGLangSettings(InstalledServerSettings):
     program: Program = "sglang"
     """The server that is started: `sglang`, or `fake`, a small server of UniRL that speaks the same protocol, runs on a
     CPU without sglang, and is used at scale=toy."""
-    tp_size: int = 1
-    """Tensor-parallel ranks of a server that the engine starts."""
     mem_fraction_static: float | None = None
     """Share of the device memory for weights and the key-value cache. Absent: SGLang chooses."""
-    context_length: int | None = None
-    """The most tokens of a prompt and its response. Absent: those of the model."""
-    deterministic: bool = True
-    """Start the server with --enable-deterministic-inference, without which SGLang ignores seeds: false is faster, and
-    such a run is not reproducible."""
     enable_memory_saver: bool = True
     """Let the server free its device memory while the trainer uses it. A copy of the weights then is in main memory. It
     is needed where both share devices."""
-    engine_args: Mapping[str, object] = field(default_factory=dict)
-    """Further arguments of sglang.launch_server, such as {attention_backend: fa3}."""
-    concurrency: int = 128
 
 
-class SGLangServer(HttpServer, TokenServer):
+class SGLangServer(CheckpointServer):
     """A process of `sglang.launch_server`, or a server that runs at `rollout.url`."""
 
     name: ClassVar[str] = "SGLang"
     health: ClassVar[str] = "/ready"
+    fake: ClassVar[str] = "sglang_llm"
+    seeded: ClassVar[ARSamplingParams] = ARSamplingParams(max_new_tokens=16, temperature=5.0)
+    keeps_seeds: ClassVar[str] = "Start the server with --enable-deterministic-inference"
     reads_images: ClassVar[bool] = True
     in_flight_modes: ClassVar[tuple[InFlight, ...]] = ("drain", "abort", "pause")
     own_arguments: ClassVar[Collection[str]] = (
@@ -79,55 +68,31 @@ class SGLangServer(HttpServer, TokenServer):
         *("context_length", "enable_deterministic_inference", "enable_memory_saver", "enable_weights_cpu_backup"),
         *("enable_lora", "max_lora_rank", "lora_target_modules", "max_loaded_loras", "max_loras_per_batch"),
     )
-    pipeline: TextPipeline[Any]
     settings: SGLangSettings
 
     def __init__(self, pipeline: TextPipeline[Any], folder: Path, log: Path, settings: SGLangSettings) -> None:
         super().__init__(pipeline, folder, log, settings)
-        self.concurrency = settings.concurrency
-        self.extra_words = option_words(settings.engine_args)
         self.layout: WeightLayout | None = None
-        self.root = folder
-        self.wire: Mapping[str, str] = {}
-        """Tensor of the layout to its name in requests."""
         self.info: messages.ServerInfo | None = None
-        self.proof = ChecksumProof(self.name)
-        self.sent = SentTensors(hashes_bytes=False)
-        """The tensors of the transfer that is under way."""
         self.adapter_tensors: dict[str, Tensor] = {}
         """The adapter that is under way, by the names of its tensors in requests."""
         self.adapter: str | None = None
         """The adapter that requests name."""
         self.is_updating = False
         """True from /begin_weight_update to /end_weight_update."""
-        self.has_checked_seeds = False
-        self.asleep: Sequence[Mapping[str, str]] = ()
-        """The checksums of the weights when it went to sleep."""
 
     # The process
 
     def prepare(self, layout: WeightLayout) -> None:
-        bundle = self.pipeline.bundle
-        if bundle.path in bundle.toys:
-            self.root = self.folder / "base"
-            if not self.root.exists():
-                self.pipeline.write_model({}, self.root)
-        else:
-            self.root = bundle.directory_of(bundle.path, bundle.revision)
         check_pause(self.settings.in_flight, layout.payload == "adapter")
         self.layout = layout
-        self.wire = wire_names(layout, checkpoint_names(self.root, bundle.family))
+        super().prepare(layout)
 
-    def words(self, python: str, port: int) -> list[str]:
-        own = ["--port", str(port), "--dtype", self.dtype]
-        if self.settings.is_fake:
-            fake = fake_command("sglang_llm", self.pipeline, self.root, port)
-            return [*fake, "--", *self._flags(), *self.extra_words]
+    def launch(self, python: str, port: int) -> list[str]:
         launch = [python, "-m", "sglang.launch_server", "--model-path", str(self.root), "--host", LOOPBACK]
-        return [*launch, *own, *self._flags(), *self.extra_words]
+        return [*launch, "--port", str(port), "--dtype", self.dtype]
 
-    def _flags(self) -> list[str]:
-        """The arguments that follow from the settings, the device and the trained adapters."""
+    def flags(self) -> list[str]:
         settings, device, layout = self.settings, self.pipeline.bundle.device, self.layout
         flags = ["--tp-size", str(settings.tp_size)]
         if device.type == "cpu":
@@ -173,13 +138,11 @@ class SGLangServer(HttpServer, TokenServer):
 
     def restore(self) -> bool:
         self.is_updating, self.adapter = False, None
-        self.proof = ChecksumProof(self.name)
-        return not self.weights_name
+        return super().restore()
 
     # Responses
 
     def complete(self, request: TokenRequest, params: ARSamplingParams) -> TokenAnswer:
-        check_sampling(params)
         row = self._generate(request.id, request.prompt, params, request.seed)
         logps = [float("nan") if logp is None else logp for logp, _, _ in row.meta_info.output_token_logprobs]
         return TokenAnswer(row.output_ids, logps, weights_of(row.meta_info))
@@ -221,12 +184,7 @@ class SGLangServer(HttpServer, TokenServer):
                 f"{row.output_ids[:8]}... ({len(row.output_ids)}) with log-probs of {scored_tokens[:8]}... "
                 f"({len(scored_tokens)})"
             )
-        weights = weights_of(meta)
-        if len(weights) > 1 and self.settings.in_flight != "pause":
-            raise SyncError(
-                f"{self.name} sampled {id} from several weights, {', '.join(weights)}: another program sent weights to "
-                "the same server meanwhile. Give each run its own server"
-            )
+        self.refuse_mixture(id, weights_of(meta))
         return row
 
     def _abort(self, rid: str) -> None:
@@ -275,13 +233,8 @@ class SGLangServer(HttpServer, TokenServer):
         else:
             self._change("/end_weight_update", {})
             self.is_updating = False
-            self.proof.check(self.sent, self._checksums())
-        version = self.get("/model_info", messages.ModelInfo).weight_version
-        if version != self.weights_name:
-            raise SyncError(
-                f"the weights {self.weights_name!r} were sent, and {self.name} says that it has {version!r}: another "
-                "program sent weights to the same server meanwhile. Give each run its own server"
-            )
+            self.proof.check(self.sent, self.checksums())
+        self.check_version(self.get("/model_info", messages.ModelInfo).weight_version)
 
     def _replace_adapter(self) -> None:
         """Load the adapter under the name of the weights, and unload the former one."""
@@ -306,8 +259,7 @@ class SGLangServer(HttpServer, TokenServer):
         assert self.info is not None, "start comes first"
         return self.info
 
-    def _checksums(self) -> list[Mapping[str, str]]:
-        """The checksums of the server's weights, for each tensor-parallel rank."""
+    def checksums(self) -> list[Mapping[str, str]]:
         reply = self.insist_on("/weights_checker", {"action": "checksum"})
         return [rank.checksums for rank in self.read(reply, messages.Checksums).ranks]
 
@@ -319,19 +271,9 @@ class SGLangServer(HttpServer, TokenServer):
 
     # Checks of what it computes
 
-    def probe(self, prompts: Sequence[PlainPrompt], logits: Tensor) -> ProbeResult:
-        """Compares the log-probs of likely tokens, and at first checks that seeds are kept."""
-        if self.settings.deterministic and not self.has_checked_seeds:
-            self._check_seeds(prompts[0])
-            self.has_checked_seeds = True
-        gaps = [
-            self._gaps(prompt, row.double(), temperature)
-            for prompt, row in zip(prompts, logits, strict=True)
-            for temperature in PROBE_TEMPERATURES
-        ]
-        gap = torch.cat(gaps)
-        scale = float(logits.double().square().mean().sqrt())
-        return ProbeResult(float(gap.abs().max()), float(gap.square().mean().sqrt()) / scale)
+    def gaps(self, prompts: Sequence[PlainPrompt], logits: Tensor) -> Tensor:
+        pairs = itertools.product(zip(prompts, logits, strict=True), PROBE_TEMPERATURES)
+        return torch.cat([self._gaps(prompt, row, temperature) for (prompt, row), temperature in pairs])
 
     def _gaps(self, prompt: PlainPrompt, logits: Tensor, temperature: float) -> Tensor:
         """Differences between the server's log-probs of the token after a prompt and those of `logits` [V]."""
@@ -341,23 +283,8 @@ class SGLangServer(HttpServer, TokenServer):
         scores = [*(row.meta_info.output_token_ids_logprobs or [[]])[0], *row.meta_info.output_token_logprobs]
         if len(scores) != len(likely) + 1:
             raise EngineError(f"{self.name} was asked for {len(likely)} log-probs, and reports {len(scores) - 1}")
-        tokens = torch.tensor([token for _, token, _ in scores])
-        theirs = torch.tensor([float("nan") if logp is None else logp for logp, _, _ in scores], dtype=torch.float64)
-        return theirs - (logits / (temperature or 1.0)).log_softmax(0)[tokens]
-
-    def _check_seeds(self, prompt: PlainPrompt) -> None:
-        """Raises EngineError unless equal seeds give equal responses and another seed gives another one."""
-
-        def sampled(seed: int) -> list[int]:
-            return self.insist("to a probe", lambda: self._generate("seed", prompt, SEEDED, seed)).output_ids
-
-        first, again, other = sampled(1), sampled(1), sampled(2)
-        if first != again or first == other:
-            what = "gives two responses for one seed" if first != again else "gives one response for two seeds"
-            raise EngineError(
-                f"{self.name} ignores seeds: it {what}. A run would not be reproducible. Start the server with "
-                "--enable-deterministic-inference, or set rollout.deterministic=false"
-            )
+        tokens, theirs = [token for _, token, _ in scores], [logp for logp, _, _ in scores]
+        return log_prob_gaps(logits / (temperature or 1.0), tokens, theirs)
 
     # Sleep
 
@@ -370,14 +297,11 @@ class SGLangServer(HttpServer, TokenServer):
                 "--enable-weights-cpu-backup), or give it devices of its own with placement.rollout"
             )
         self.insist_on(f"/flush_cache?timeout={FLUSH_S}", {})  # it may not sleep while it answers
-        self.asleep = self._checksums()
-        self.post_once("/release_memory_occupation", {})
+        self.release("/release_memory_occupation")
 
     def wake_up(self) -> None:
         self.recover()
-        self.post_once("/resume_memory_occupation", {})
-        if self._checksums() != self.asleep:
-            raise SyncError(f"{self.name} has other weights after its sleep than before: see {self.log}")
+        self.resume("/resume_memory_occupation")
 
 
 def weights_of(meta: messages.Meta) -> list[str]:
@@ -391,13 +315,4 @@ def check_pause(in_flight: InFlight, sends_adapters: bool) -> None:
         raise IncompatibleError(
             "rollout.in_flight=pause: a request names its adapter, so that it cannot go on with another one. Use drain "
             "or abort, or set sync.merge_adapters=true"
-        )
-
-
-def check_sampling(params: ARSamplingParams) -> None:
-    """Raises IncompatibleError, naming the key, for sampling settings that the server does not have."""
-    if params.min_new_tokens > 0:
-        raise IncompatibleError(
-            f"sampling.min_new_tokens={params.min_new_tokens}: SGLang then reports log-probs without the end "
-            "tokens, which are those of another policy than the trained one. Set sampling.min_new_tokens=0"
         )

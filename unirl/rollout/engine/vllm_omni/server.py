@@ -216,13 +216,10 @@ class VLLMOmniServer(LatentServer):
     def begin_weights(self, name: str) -> None:
         assert self.layout is not None, "prepare comes first"
         self.weights_name, self.has_lost_weights = name, False
-        self._change("/weights/begin", messages.begin(name, self.layout.adapter))
+        self.insist_on("/weights/begin", messages.begin(name, self.layout.adapter))
 
     def send_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        try:
-            self.weights.send({self.wire[name]: tensor for name, tensor in tensors.items()})
-        except EngineError as error:
-            raise SyncError(str(error)) from error
+        self.weights.send({self.wire[name]: tensor for name, tensor in tensors.items()})
 
     def end_weights(self) -> Mapping[str, Fingerprint]:
         self.held = self._fingerprints("/weights/end")
@@ -236,18 +233,11 @@ class VLLMOmniServer(LatentServer):
         return "those of a transfer that has not ended" if name is None else name
 
     def _fingerprints(self, path: str) -> Mapping[str, Fingerprint]:
-        reply = self._change(path, {})
+        reply = self.insist_on(path, {})
         try:
             return read_fingerprints(self.read(reply, dict[str, Any]))
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(f"{self.name}: an answer cannot be read: {error}: {shown(reply)}") from error
-
-    def _change(self, path: str, body: Mapping[str, object]) -> Reply:
-        """The answer to a request about weights. Raises SyncError if the server refuses it."""
-        try:
-            return self.insist_on(path, body)
-        except EngineError as error:
-            raise SyncError(str(error)) from error
 
     # Sleep
 

@@ -17,8 +17,9 @@ from unirl.models.language.bundle import LanguageFamily
 from unirl.models.loading.completeness import read_headers
 from unirl.models.loading.saved_weights import LANGUAGE_WEIGHTS
 from unirl.rollout.engine.serving.payloads import ADAPTER_TENSOR
-from unirl.rollout.engine.sglang_llm.messages import BASE
 
+BASE = "base_model.model."
+"""The beginning of the names of adapter tensors, as peft writes them."""
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 FUSED: Mapping[str, tuple[str, tuple[str, ...]]] = {
     **dict.fromkeys(QKV, ("qkv_proj", QKV)),

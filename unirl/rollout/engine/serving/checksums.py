@@ -17,8 +17,8 @@ from torch import Tensor
 
 from unirl.config.errors import SyncError
 from unirl.distributed.weight_sync.fingerprint import Fingerprint, PendingFingerprints
+from unirl.rollout.engine.serving.names import server_part
 from unirl.rollout.engine.serving.payloads import bytes_of
-from unirl.rollout.engine.sglang_llm.names import server_part
 
 DIGITS = 16
 """Hexadecimal digits of a checksum."""

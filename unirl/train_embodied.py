@@ -16,21 +16,16 @@ from unirl.config.failures import Session
 
 
 def train(arguments: RecipeArguments, session: Session) -> None:
-    """Load the recipe, check what it implies, build its trainer, and run the loop."""
+    """Load the recipe, check what it implies, build its trainer, and run the loop. A lost worker restarts it."""
     # Imports of libraries take seconds, in which a stop signal must end the command in order (`stoppable_start`).
     from unirl.config.load import load
     from unirl.plan.preflight import preflight
-    from unirl.trainer.assemble import build_trainer
     from unirl.trainer.restarts import attempts
 
     recipe = load(arguments.recipe, arguments.overrides)
     preflight(recipe).print_notices()
     for attempt in attempts(recipe, session):
-        with (
-            attempt,
-            build_trainer(attempt.recipe, session) as trainer,
-            stop_on_signal(attempt.stopping(trainer.request_stop)),
-        ):
+        with attempt, attempt.trainer(stop_on_signal) as trainer:
             trainer.train()
 
 

@@ -157,8 +157,8 @@ def place_dedicated(places: Places, reward: RewardService) -> Roles:
     """
     config, plan = places.config, places.plan
     train, engine = places.pool.group(plan.train), places.pool.group(plan.rollout)
-    given = {"seed": config.seed, "components": trained_components(config)}
-    bundle = places.node(train, "bundle", Bundle, config.bundle, **given)
+    of_bundle = {"seed": config.seed, "components": trained_components(config)}
+    bundle = places.node(train, "bundle", Bundle, config.bundle, **of_bundle)
     stages = {
         track: places.made(train, places.of_track(track, "stage"), partial(stage_of_bundle, track), bundle=bundle)
         for track in places.tracks

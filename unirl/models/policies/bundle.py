@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -259,7 +259,7 @@ class FlowBundle(PolicyBundle):
         super().__init__(network, shapes, settings, device=device, depth=depth, activation=activation)
 
 
-KINDS: Mapping[str, type[PolicyBundle]] = {
+KINDS: Mapping[str, Callable[..., PolicyBundle]] = {
     kind.__name__: kind for kind in (CategoricalBundle, GaussianBundle, FlowBundle)
 }
 """The kinds of policies that an export may be, by name."""

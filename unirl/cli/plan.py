@@ -24,6 +24,7 @@ from unirl.plan.geometry import count_of, geometry_table
 from unirl.plan.machine import CERTAIN
 from unirl.plan.micro_batch import with_auto_micro
 from unirl.plan.preflight import trainer_class
+from unirl.plan.saves import copied_for_saves
 from unirl.plan.sizes import RecipeSizes, RunSizes, WeightTransfer, resident_parts, sizes_of_policies
 from unirl.plan.tiling import leaves_tiling_open, with_auto_tiling
 from unirl.tracking.console import duration
@@ -181,7 +182,7 @@ def plan_facts(recipe: Recipe, sizes: RecipeSizes, device: Device) -> dict[str, 
         "sizes": asdict(plan.sizes),
         "settings": asdict(plan.settings),
         "memory_gib": [asdict(row) for row in (row for _, row in plan.memory)],
-        "main_memory_gib": {"saves": cost.copied_for_saves(plan.sizes, plan.settings)},
+        "main_memory_gib": {"saves": copied_for_saves(plan.sizes, plan.settings)},
         "device": asdict(device),
         "fits": _peak(plan)[0] <= usable(device.memory_gib),
         "time": {name: asdict(phase) for name, phase in by_phase.items()},
@@ -253,7 +254,7 @@ def _room_text(gib: float, at: str, device: Device) -> str:
 
 def _saves_text(plan: RunSizes) -> str:
     """One line about the main memory that saves need."""
-    copied = cost.copied_for_saves(plan.sizes, plan.settings)
+    copied = copied_for_saves(plan.sizes, plan.settings)
     listed = ", ".join(f"{stem} {gib_text(gib)}" for stem, gib in copied.items())
     kept = "pinned and kept, checkpoint.asynchronous" if plan.sizes.saves_in_background else "one file at a time"
     total = gib_text(sum(copied.values()))

@@ -19,6 +19,7 @@ LAYERS = {
     "rollout": 4,
     "reward": 4,
     "data": 4,
+    "envs": 4,
     "train": 5,
     "plan": 6,
     "trainer": 7,

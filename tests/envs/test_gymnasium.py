@@ -73,8 +73,10 @@ def test_a_fall_terminates_and_the_step_limit_truncates():
 
     falling = GymnasiumEnvironment(id="CartPole-v1")
     falling.reset([0], [EpisodeStart(seed=0)])
-    steps = [falling.step([0], torch.tensor([1])) for _ in range(9)]
-    assert [bool(step.terminated) for step in steps] == [False] * 8 + [True] and not bool(steps[-1].truncated)
+    step = falling.step([0], torch.tensor([1]))
+    while not step.terminated:
+        step = falling.step([0], torch.tensor([1]))
+    assert abs(step.observations["state"][0, 2]) > np.deg2rad(12) and not bool(step.truncated)
 
 
 def test_stacked_frames_end_with_the_newest_one():
@@ -99,7 +101,7 @@ def test_a_discrete_observation_is_one_hot():
     ("keys", "error", "why"),
     [
         ({"id": "CartPol-v1"}, InvalidValueError, "Did you mean 'CartPole-v1'"),
-        ({"id": "nothing_here:X-v1"}, DependencyError, "needs the module nothing_here"),
+        ({"id": "nothing_here:X-v1"}, DependencyError, "needs a module .*nothing_here"),
         ({"id": "Blackjack-v1"}, IncompatibleError, "FlattenObservation"),
         ({"id": "CartPole-v1", "kwargs": {"gravity": 1}}, InvalidValueError, "does not take kwargs"),
         ({"id": "CartPole-v1", "observation_keys": ("pixels",)}, InvalidValueError, "whose key is 'state'"),

@@ -19,6 +19,7 @@ from unirl.config.errors import (
     UnsupportedEnvironmentError,
     did_you_mean,
 )
+from unirl.envs.pool import WorkerPool
 from unirl.envs.slots import Slots, Source
 from unirl.envs.spaces import Array, Arrays, DiscreteCodec
 from unirl.types.environments import (
@@ -91,12 +92,16 @@ class GymnasiumEnvironment:
         """Make one environment, and learn its spaces from it."""
         first = made(source)
         self._source = source
-        self._slots = Slots(source, first)
+        slots = Slots(source, first)
+        codec = slots.codec
+        self._slots: Slots | WorkerPool = slots
+        if workers:
+            slots.close()
+            self._slots = WorkerPool(source, slots.readers, codec, workers, timeout_s)
         self._running: set[int] = set()
-        codec = self._slots.codec
         actions = DiscreteActions(codec.count) if isinstance(codec, DiscreteCodec) else ContinuousActions(codec.size)
         self.spaces = EnvironmentSpaces(
-            observations={key: reader.shape for key, reader in self._slots.readers.items()},
+            observations={key: reader.shape for key, reader in slots.readers.items()},
             actions=actions,
             most_steps=source.max_steps or (first.spec.max_episode_steps if first.spec else None),
         )
@@ -120,6 +125,7 @@ class GymnasiumEnvironment:
         assert self._running.issuperset(slots), (
             f"slots {sorted(set(slots) - self._running)} have no episode: it ended, or never began. Reset them first"
         )
+        actions = actions.long() if isinstance(self.spaces.actions, DiscreteActions) else actions.float()
         result = self._slots.step(slots, actions.numpy())
         ended = result.terminated | result.truncated
         if ended.any():
@@ -162,8 +168,8 @@ def made(source: Source) -> gymnasium.Env[Any, Any]:
         raise DependencyError(f"environment {source.id}: {error}. Or: pip install 'unirl[embodied]'") from error
     except ModuleNotFoundError as error:
         raise DependencyError(
-            f"environment {source.id} needs the module {error.name}, which is not installed here: install its package, "
-            "or pip install 'unirl[embodied]'"
+            f"environment {source.id} needs a module that is not installed here ({error}): install its package, or "
+            "pip install 'unirl[embodied]'"
         ) from error
     except gymnasium.error.UnregisteredEnv as error:
         raise InvalidValueError(

@@ -112,6 +112,10 @@ class DiscreteCodec:
     count: int
     start: int
 
+    def from_bytes(self, data: bytes) -> Array:
+        """[B] int64."""
+        return np.frombuffer(data, np.int64)
+
     def decode(self, actions: Array) -> Array:
         """B actions of the environment. Numbers outside are clipped."""
         bounded: Array = np.minimum(np.maximum(actions, 0), self.count - 1)  # np.clip takes several times as long
@@ -135,6 +139,10 @@ class ContinuousCodec:
     @property
     def size(self) -> int:
         return self.low.size
+
+    def from_bytes(self, data: bytes) -> Array:
+        """[B, A] float32."""
+        return np.frombuffer(data, np.float32).reshape(-1, self.size)
 
     def decode(self, actions: Array) -> Array:
         """[B, *shape] actions of the environment: -1 is `low`, 1 is `high`. Numbers outside are clipped."""

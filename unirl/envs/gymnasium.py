@@ -19,6 +19,7 @@ from unirl.config.errors import (
     UnsupportedEnvironmentError,
     did_you_mean,
 )
+from unirl.envs.pool import WorkerPool
 from unirl.envs.slots import Slots, Source
 from unirl.envs.spaces import Array, Arrays, DiscreteCodec
 from unirl.types.environments import (
@@ -37,7 +38,7 @@ NONE: Mapping[str, object] = MappingProxyType({})
 
 
 class GymnasiumEnvironment:
-    """Slots with environments of `gymnasium.make(id)`, in this process.
+    """Slots with environments of `gymnasium.make(id)`, in this process or in worker processes.
 
     Observations that are a Box or Discrete space have the key `state`; those of a Dict space have their own keys.
     Numbers become float32, a Discrete observation becomes one-hot, and uint8 images stay uint8, as [C, H, W].
@@ -51,19 +52,24 @@ class GymnasiumEnvironment:
         *,
         id: str,
         kwargs: Mapping[str, object] = NONE,
+        workers: Annotated[int, msgspec.Meta(ge=0)] = 0,
         max_steps: Annotated[int, msgspec.Meta(ge=1)] | None = None,
         observation_keys: tuple[str, ...] = (),
         frame_stack: Annotated[int, msgspec.Meta(ge=1)] = 1,
+        timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0,
         render: bool = False,
     ) -> None:
         """
         Args:
             id: the id of a registered environment; `module:id` imports the module that registers it.
             kwargs: further arguments of the environment.
+            workers: number of processes that share the slots. 0: all environments are in this process, where one that
+                hangs cannot be interrupted.
             max_steps: number of steps after which an episode is truncated. null: the limit that the id is registered
                 with.
             observation_keys: keys of a Dict observation that the policy sees. Empty: all of them.
             frame_stack: number of newest observations that are joined along their first axis.
+            timeout_s: seconds that an environment in a worker may take for a reset or a step.
             render: draw pictures of the episodes, in addition to observations.
 
         Raises:
@@ -80,18 +86,22 @@ class GymnasiumEnvironment:
             frame_stack=frame_stack,
             render=render,
         )
-        self._open(source)
+        self._open(source, workers, timeout_s)
 
-    def _open(self, source: Source) -> None:
+    def _open(self, source: Source, workers: int, timeout_s: float) -> None:
         """Make one environment, and learn its spaces from it."""
         first = made(source)
         self._source = source
-        self._slots = Slots(source, first)
+        slots = Slots(source, first)
+        codec = slots.codec
+        self._slots: Slots | WorkerPool = slots
+        if workers:
+            slots.close()
+            self._slots = WorkerPool(source, slots.readers, codec, workers, timeout_s)
         self._running: set[int] = set()
-        codec = self._slots.codec
         actions = DiscreteActions(codec.count) if isinstance(codec, DiscreteCodec) else ContinuousActions(codec.size)
         self.spaces = EnvironmentSpaces(
-            observations={key: reader.shape for key, reader in self._slots.readers.items()},
+            observations={key: reader.shape for key, reader in slots.readers.items()},
             actions=actions,
             most_steps=source.max_steps or (first.spec.max_episode_steps if first.spec else None),
         )
@@ -104,8 +114,8 @@ class GymnasiumEnvironment:
         )
         for row, reason in failures.items():
             raise EpisodeError(
-                f"environment {self._source.id} in slot {slots[row]} cannot start an episode (seed "
-                f"{starts[row].seed}), even after it was made anew: {reason}"
+                f"environment {self._source.id} in slot {slots[row]} cannot start an episode "
+                f"(seed={starts[row].seed}), even after it was made anew: {reason}"
             )
         self._running.update(slots)
         return as_tensors(observations)
@@ -115,10 +125,11 @@ class GymnasiumEnvironment:
         assert self._running.issuperset(slots), (
             f"slots {sorted(set(slots) - self._running)} have no episode: it ended, or never began. Reset them first"
         )
+        actions = actions.long() if isinstance(self.spaces.actions, DiscreteActions) else actions.float()
         result = self._slots.step(slots, actions.numpy())
         ended = result.terminated | result.truncated
         if ended.any():
-            self._running.difference_update(slots[row] for row in np.flatnonzero(ended).tolist())
+            self._running.difference_update(slots[int(row)] for row in np.flatnonzero(ended))
         return EnvironmentStep(
             observations=as_tensors(result.observations),
             rewards=torch.from_numpy(result.rewards),
@@ -157,8 +168,8 @@ def made(source: Source) -> gymnasium.Env[Any, Any]:
         raise DependencyError(f"environment {source.id}: {error}. Or: pip install 'unirl[embodied]'") from error
     except ModuleNotFoundError as error:
         raise DependencyError(
-            f"environment {source.id} needs the module {error.name}, which is not installed here: install its package, "
-            "or pip install 'unirl[embodied]'"
+            f"environment {source.id} needs a module that is not installed here ({error}): install its package, or "
+            "pip install 'unirl[embodied]'"
         ) from error
     except gymnasium.error.UnregisteredEnv as error:
         raise InvalidValueError(

@@ -32,24 +32,29 @@ class MetaWorldEnvironment(GymnasiumEnvironment):
         self,
         *,
         task: str,
+        workers: Annotated[int, msgspec.Meta(ge=0)] = 0,
         max_steps: Annotated[int, msgspec.Meta(ge=1, le=MOST_STEPS)] = MOST_STEPS,
+        timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0,
         render: bool = False,
     ) -> None:
         """
         Args:
             task: such as `reach-v3`.
+            workers: number of processes that share the slots; 0: all are in this process.
             max_steps: number of steps after which an episode is truncated.
+            timeout_s: seconds that an environment in a worker may take for a reset or a step.
             render: draw pictures of the episodes. MuJoCo needs a renderer for that, such as MUJOCO_GL=egl.
 
         Raises:
             DependencyError: 3001, metaworld is not installed.
             InvalidValueError: 2004, an unknown task.
         """
-        need("metaworld", by=f"{type(self).__name__} (task={task})", extra="embodied")
+        need("metaworld", by=f"{type(self).__name__} (task={task})", extra="metaworld")
         known = tasks()
         if task not in known:
             raise InvalidValueError(f"task={task} is no task of Meta-World.{did_you_mean(task, list(known))}")
-        self._open(Source(id=task, maker=f"{__name__}:make", max_steps=max_steps, render=render))
+        source = Source(id=task, maker=f"{__name__}:make", max_steps=max_steps, render=render)
+        self._open(source, workers, timeout_s)
 
 
 def tasks() -> Mapping[str, type[gymnasium.Env[Any, Any]]]:

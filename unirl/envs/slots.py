@@ -64,8 +64,8 @@ class StepArrays:
     @classmethod
     def empty(cls, readers: Mapping[str, Reader], count: int) -> StepArrays:
         """A step of `count` environments with nothing but zeros in it."""
-        terminated, truncated, success = (np.zeros(count, bool) for _ in range(3))
-        return cls(empty_rows(readers, count), np.zeros(count, np.float32), terminated, truncated, success)
+        rewards, flags = np.zeros(count, np.float32), np.zeros((3, count), bool)
+        return cls(empty_rows(readers, count), rewards, flags[0], flags[1], flags[2])
 
     def set_fault(self, row: int, reason: str) -> None:
         """Row `row` is an environment that failed: its episode is cut off here, without reward."""
@@ -99,13 +99,13 @@ class Slots:
         observations = empty_rows(self.readers, len(slots))
         failures: dict[int, str] = {}
         for row, slot in enumerate(slots):
-            reason = self._start(slot, row, seeds[row], options[row], observations)
-            if reason is not None:
-                self._drop(slot)
+            for _ in range(2):
                 reason = self._start(slot, row, seeds[row], options[row], observations)
-            if reason is not None:
-                self._drop(slot)
+                if reason is None:
+                    failures.pop(row, None)
+                    break
                 failures[row] = reason
+                self._drop(slot)
         return observations, failures
 
     def _start(self, slot: int, row: int, seed: int, options: Mapping[str, object], observations: Arrays) -> str | None:
@@ -124,19 +124,18 @@ class Slots:
     def step(self, slots: Sequence[int], actions: Array) -> StepArrays:
         """One action in each slot: [B] int64, or [B, A] float32."""
         result = StepArrays.empty(self.readers, len(slots))
-        environments = self._environments
-        decoded = self.codec.decode(actions)
+        environments, read, observations = self._environments, self._read, result.observations
+        rewards, terminated, truncated = result.rewards, result.terminated, result.truncated
         with np.errstate(all="ignore"):
-            for row, slot in enumerate(slots):
+            for row, (slot, action) in enumerate(zip(slots, self.codec.decode(actions), strict=True)):
                 try:
-                    observation, reward, terminated, truncated, info = environments[slot].step(decoded[row])
-                    self._read(observation, slot, row, result.observations)
-                    result.rewards[row] = reward
-                    if terminated:
-                        result.terminated[row] = True
-                    if truncated:
-                        result.truncated[row] = True
-                    if info and any(name in info and np.any(info[name]) for name in SUCCESS):
+                    observation, rewards[row], is_terminated, is_truncated, info = environments[slot].step(action)
+                    read(observation, slot, row, observations)
+                    if is_terminated:
+                        terminated[row] = True
+                    if is_truncated:
+                        truncated[row] = True
+                    if info and succeeded(info):
                         result.success[row] = True
                 except Exception as error:  # an environment is foreign code, which may raise anything
                     result.set_fault(row, reason_of(error))
@@ -145,9 +144,9 @@ class Slots:
         return result
 
     def _find_values_that_are_not_finite(self, slots: Sequence[int], actions: Array, result: StepArrays) -> None:
-        pixels = {key: reader.pixels for key, reader in self.readers.items()}
-        numbers = [values for key, values in result.observations.items() if not pixels[key]]
-        if all(np.isfinite(values).all() for values in (result.rewards, *numbers)):
+        if np.isfinite(result.rewards).all() and all(
+            self.readers[key].pixels or np.isfinite(values).all() for key, values in result.observations.items()
+        ):
             return
         for row, slot in enumerate(slots):
             if not np.isfinite(result.rewards[row]):
@@ -196,6 +195,11 @@ class Slots:
         if environment is not None:
             with suppress(Exception):  # it may be why it is dropped
                 environment.close()
+
+
+def succeeded(info: Mapping[str, Any]) -> bool:
+    """True if the information of a step reports success."""
+    return any(bool(np.any(info[name])) for name in SUCCESS if name in info)
 
 
 def stacked(reader: Reader, frames: int) -> Reader:

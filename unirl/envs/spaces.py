@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -112,9 +112,14 @@ class DiscreteCodec:
     count: int
     start: int
 
-    def decode(self, actions: Array) -> Sequence[Any]:
+    def from_bytes(self, data: bytes) -> Array:
+        """[B] int64."""
+        return np.frombuffer(data, np.int64)
+
+    def decode(self, actions: Array) -> Array:
         """B actions of the environment. Numbers outside are clipped."""
-        return list(np.clip(actions, 0, self.count - 1) + self.start)
+        bounded: Array = np.minimum(np.maximum(actions, 0), self.count - 1)  # np.clip takes several times as long
+        return bounded + self.start
 
 
 @dataclass(frozen=True)
@@ -124,19 +129,27 @@ class ContinuousCodec:
     low: Array  # [A]
     high: Array  # [A]
     shape: tuple[int, ...]
+    center: Array = field(init=False)
+    half: Array = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "center", (self.high + self.low) / 2)
+        object.__setattr__(self, "half", (self.high - self.low) / 2)
 
     @property
     def size(self) -> int:
         return self.low.size
 
-    def decode(self, actions: Array) -> Sequence[Any]:
+    def from_bytes(self, data: bytes) -> Array:
+        """[B, A] float32."""
+        return np.frombuffer(data, np.float32).reshape(-1, self.size)
+
+    def decode(self, actions: Array) -> Array:
         """[B, *shape] actions of the environment: -1 is `low`, 1 is `high`. Numbers outside are clipped."""
-        low, high = self.low, self.high
-        half = (high - low) / 2
         # Bounds of -1 and 1 leave the numbers as they are, to the bit.
-        scaled = (high + low) / 2 + half * np.clip(actions, -1.0, 1.0)
-        bounded = np.clip(scaled, low, high)  # rounding may pass a bound
-        return list(bounded.astype(low.dtype, copy=False).reshape(len(actions), *self.shape))
+        scaled = self.center + self.half * np.minimum(np.maximum(actions, -1.0), 1.0)
+        bounded: Array = np.minimum(np.maximum(scaled, self.low), self.high)  # rounding may pass a bound
+        return bounded.astype(self.low.dtype, copy=False).reshape(len(actions), *self.shape)
 
 
 Codec = DiscreteCodec | ContinuousCodec
@@ -160,8 +173,8 @@ def codec_of(space: gymnasium.Space[Any], what: str) -> Codec:
     low, high = space.low.reshape(-1), space.high.reshape(-1)
     if np.abs([low, high]).max(initial=0.0) > LARGEST_BOUND:
         raise IncompatibleError(
-            f"the action of {what} is {space}, without finite bounds to which [-1, 1] could be scaled: wrap the "
-            "environment in gymnasium.wrappers.TransformAction, with an action space that has bounds"
+            f"the action of {what} is {space}, which has no finite bounds, so that [-1, 1] cannot be scaled to it: "
+            "wrap the environment in gymnasium.wrappers.TransformAction, with an action space that has bounds"
         )
     return ContinuousCodec(low.copy(), high.copy(), space.shape)
 

@@ -80,7 +80,7 @@ def make(task: str, *, render_mode: str | None = None) -> gymnasium.Env[Any, Any
                 inner.seed(seed % 2**32)
             return self.env.reset()
 
-    inner: Any = tasks()[task](render_mode=render_mode)  # type: ignore[call-arg]
+    inner: Any = tasks()[task](render_mode=render_mode)
     # As metaworld's own class of tasks with an observable goal does it.
     inner._freeze_rand_vec, inner._set_task_called, inner._partially_observable = False, True, False
     inner.seeded_rand_vec = True

@@ -7,7 +7,6 @@ networks of the published sizes without storage.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 

@@ -42,7 +42,6 @@ SHIPPED = {"quickstart": Path(__file__).parent / "quickstart"}
 class PolicyBundle(Bundle):
     """The base of bundles with one policy network. `PolicyBundle.from_files` reads an exported one of any kind."""
 
-    toy: ClassVar[Mapping[str, object]] = {"width": 16}
     facts: ActionFacts
     path = "new weights"
     """The folder of the exported policy, for the model card."""
@@ -138,6 +137,8 @@ def positive(**values: int) -> None:
 class CategoricalBundle(PolicyBundle):
     """A policy of discrete actions."""
 
+    toy: ClassVar[Mapping[str, object]] = {"width": 16}
+
     def __init__(
         self,
         device: torch.device = CPU,
@@ -169,6 +170,8 @@ class CategoricalBundle(PolicyBundle):
 
 class GaussianBundle(PolicyBundle):
     """A policy of continuous actions: a Gaussian, whose samples the environment clips to [-1, 1]."""
+
+    toy: ClassVar[Mapping[str, object]] = {"width": 16}
 
     def __init__(
         self,
@@ -214,6 +217,8 @@ class GaussianBundle(PolicyBundle):
 
 class FlowBundle(PolicyBundle):
     """A policy of continuous actions that denoises them: `FlowPolicy`."""
+
+    toy: ClassVar[Mapping[str, object]] = {"width": 16}
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
+Array = NDArray[np.floating[Any]]
 
 HORIZON = 20
 A: Array = np.array([[1.0, 0.2], [0.0, 1.0]])
@@ -36,12 +36,13 @@ R: Array = np.array([[0.05]])
 W: Array = np.diag([1e-4, 1e-3])
 S0: Array = np.diag([0.25, 0.25])
 BOUND = 20.0
-"""Bound of |u|."""
+"""Bound of |u|: an action of 1 is u = BOUND."""
 
 
 def riccati() -> tuple[list[Array], list[Array]]:
     """The gains K_0 ... K_{T-1}, each [1, 2], and the costs P_0 ... P_T, each [2, 2]."""
-    costs, gains = [np.zeros_like(Q)], []
+    costs: list[Array] = [np.zeros_like(Q)]
+    gains: list[Array] = []
     for _ in range(HORIZON):
         after = costs[0]
         gain = np.linalg.solve(R + B.T @ after @ B, B.T @ after @ A)
@@ -61,7 +62,7 @@ class LQREnvironment(gymnasium.Env[NDArray[np.float32], NDArray[np.float32]]):
 
     def __init__(self, render_mode: str | None = None) -> None:
         self.observation_space = gymnasium.spaces.Box(-1000.0, 1000.0, (3,), np.float32)
-        self.action_space = gymnasium.spaces.Box(-BOUND, BOUND, (1,), np.float32)
+        self.action_space = gymnasium.spaces.Box(-1.0, 1.0, (1,), np.float32)
         self.render_mode = render_mode
 
     def reset(
@@ -73,7 +74,7 @@ class LQREnvironment(gymnasium.Env[NDArray[np.float32], NDArray[np.float32]]):
         return self._observation(), {}
 
     def step(self, action: NDArray[np.float32]) -> tuple[NDArray[np.float32], float, bool, bool, dict[str, Any]]:
-        u = np.asarray(action, np.float64)
+        u = BOUND * np.asarray(action, np.float64)
         cost = float(self._x @ Q @ self._x + u @ R @ u)
         self._x = A @ self._x + B @ u + np.sqrt(np.diag(W)) * self.np_random.standard_normal(2)
         self._time += 1

@@ -1,5 +1,6 @@
 """`check_environment` passes environments of Gymnasium, and finds each broken rule."""
 
+import re
 from collections.abc import Sequence
 
 import gymnasium
@@ -8,6 +9,8 @@ import pytest
 import torch
 from gymnasium.utils.env_checker import check_env
 
+from tests.processes import run_python
+from tests.source_tree import ROOT
 from unirl.envs.gymnasium import GymnasiumEnvironment
 from unirl.testing import check_environment
 from unirl.testing.toy_environments import BOUND, HORIZON, FaultyEnvironment, LQREnvironment, best_return, riccati
@@ -100,3 +103,11 @@ def test_starts_that_are_not_keyed_are_found():
     gymnasium.register("Unseeded-v0", entry_point=lambda render_mode=None: Unseeded(LQREnvironment()))
     with pytest.raises(AssertionError, match="is_keyed must be False"):
         check_environment(GymnasiumEnvironment(id="Unseeded-v0"))
+
+
+def test_the_environment_of_the_page_runs_and_passes(tmp_path):
+    page = (ROOT / "docs" / "embodied.md").read_text(encoding="utf-8")
+    [code] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "points.py").write_text(code)
+    status, output = run_python(["points.py"], tmp_path)
+    assert status == 0, output

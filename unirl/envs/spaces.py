@@ -116,10 +116,10 @@ class DiscreteCodec:
         """[B] int64."""
         return np.frombuffer(data, np.int64)
 
-    def decode(self, actions: Array) -> Array:
+    def decode(self, actions: Array) -> list[int]:
         """B actions of the environment. Numbers outside are clipped."""
         bounded: Array = np.minimum(np.maximum(actions, 0), self.count - 1)  # np.clip takes several times as long
-        return bounded + self.start
+        return (bounded + self.start).tolist()  # Discrete.contains is faster for int than for np.int64
 
 
 @dataclass(frozen=True)

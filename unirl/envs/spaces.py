@@ -80,16 +80,16 @@ def _reader(space: gymnasium.Space[Any], what: str) -> Reader:
             "gymnasium.wrappers.FlattenObservation, or name the readable parts in observation_keys"
         )
     if space.dtype != np.uint8 or len(space.shape) not in (2, 3):
-        return Reader(space.shape or (1,), False, _write)
+        return Reader(space.shape or (1,), False, write_numbers)
     if len(space.shape) == 2:
-        return Reader((1, *space.shape), True, _write)
+        return Reader((1, *space.shape), True, write_numbers)
     height, width, channels = space.shape
     if channels > height:  # [C, H, W] already
-        return Reader(space.shape, True, _write)
+        return Reader(space.shape, True, write_numbers)
     return Reader((channels, height, width), True, _write_channels_last)
 
 
-def _write(value: Any, row: Array) -> None:
+def write_numbers(value: Any, row: Array) -> None:
     row[...] = value
 
 

@@ -128,23 +128,22 @@ class Slots:
         environments, read, observations = self._environments, self._read, result.observations
         rewards, terminated, truncated = result.rewards, result.terminated, result.truncated
         plain = observations[STATE] if self._is_plain else None  # most environments; a call less for each step
-        with np.errstate(all="ignore"):
-            for row, (slot, action) in enumerate(zip(slots, self.codec.decode(actions), strict=True)):
-                try:
-                    observation, rewards[row], is_terminated, is_truncated, info = environments[slot].step(action)
-                    if plain is None:
-                        read(observation, slot, row, observations)
-                    else:
-                        plain[row] = observation
-                    if is_terminated:
-                        terminated[row] = True
-                    if is_truncated:
-                        truncated[row] = True
-                    if info and succeeded(info):
-                        result.success[row] = True
-                except Exception as error:  # an environment is foreign code, which may raise anything
-                    result.set_fault(row, reason_of(error))
-                    self._drop(slot)
+        for row, (slot, action) in enumerate(zip(slots, self.codec.decode(actions), strict=True)):
+            try:
+                observation, rewards[row], is_terminated, is_truncated, info = environments[slot].step(action)
+                if plain is None:
+                    read(observation, slot, row, observations)
+                else:
+                    plain[row] = observation
+                if is_terminated:
+                    terminated[row] = True
+                if is_truncated:
+                    truncated[row] = True
+                if info and succeeded(info):
+                    result.success[row] = True
+            except Exception as error:  # an environment is foreign code, which may raise anything
+                result.set_fault(row, reason_of(error))
+                self._drop(slot)
         self._find_values_that_are_not_finite(slots, actions, result)
         return result
 

@@ -1,4 +1,4 @@
-"""Tasks of Meta-World: a Sawyer arm in MuJoCo, with success as the environment reports it (arXiv:1910.10897)."""
+"""Tasks of Meta-World, one at a time (MT1): `reach-v3`, `push-v3` and 48 others. https://github.com/Farama-Foundation/Metaworld"""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from unirl.envs.slots import Source
 if TYPE_CHECKING:
     import gymnasium
 
-MOST_STEPS = 500
-"""Steps of an episode of Meta-World."""
+HORIZON = 500
+"""Meta-World itself truncates an episode after this many steps."""
 
 
 class MetaWorldEnvironment(GymnasiumEnvironment):
-    """Slots with one task. The seed of a start decides the places of the goal and of the objects.
+    """Slots with one task of Meta-World: a Sawyer arm, state [39], actions [4]; the goal is part of the state.
 
-    The observation `state` [39] has the hand, the objects and the goal; an action [4] moves the hand and the gripper.
-    An episode does not end at success.
+    The seed of a start decides the positions of goal and object. `info["success"]` reports success, at every step where
+    the task is solved; an episode goes on after that.
     """
 
     def __init__(
@@ -33,59 +33,62 @@ class MetaWorldEnvironment(GymnasiumEnvironment):
         *,
         task: str,
         workers: Annotated[int, msgspec.Meta(ge=0)] = 0,
-        max_steps: Annotated[int, msgspec.Meta(ge=1, le=MOST_STEPS)] = MOST_STEPS,
+        max_steps: Annotated[int, msgspec.Meta(ge=1), msgspec.Meta(le=HORIZON)] = HORIZON,
+        frame_stack: Annotated[int, msgspec.Meta(ge=1)] = 1,
         timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0,
         render: bool = False,
     ) -> None:
         """
         Args:
-            task: such as `reach-v3`.
-            workers: number of processes that share the slots; 0: all are in this process.
+            task: name of the task, such as `reach-v3`.
+            workers: number of processes that share the slots. 0: all environments are in this process.
             max_steps: number of steps after which an episode is truncated.
+            frame_stack: number of newest observations that are joined along their first axis.
             timeout_s: seconds that an environment in a worker may take for a reset or a step.
-            render: draw pictures of the episodes. MuJoCo needs a renderer for that, such as MUJOCO_GL=egl.
+            render: draw pictures of the episodes.
 
         Raises:
             DependencyError: 3001, metaworld is not installed.
             InvalidValueError: 2004, an unknown task.
         """
         need("metaworld", by=f"{type(self).__name__} (task={task})", extra="metaworld")
-        known = tasks()
-        if task not in known:
-            raise InvalidValueError(f"task={task} is no task of Meta-World.{did_you_mean(task, list(known))}")
-        source = Source(id=task, maker=f"{__name__}:make", max_steps=max_steps, render=render)
+        from metaworld.env_dict import ALL_V3_ENVIRONMENTS
+
+        if task not in ALL_V3_ENVIRONMENTS:
+            raise InvalidValueError(
+                f"task={task} is no task of Meta-World.{did_you_mean(task, ALL_V3_ENVIRONMENTS)} "
+                f"It has {', '.join(sorted(ALL_V3_ENVIRONMENTS))}"
+            )
+        source = Source(
+            id=task,
+            maker="unirl.envs.metaworld:make_task",
+            max_steps=max_steps,
+            frame_stack=frame_stack,
+            render=render,
+        )
         self._open(source, workers, timeout_s)
 
 
-def tasks() -> Mapping[str, type[gymnasium.Env[Any, Any]]]:
-    """The classes of all tasks by name."""
+def make_task(task: str, *, render_mode: str | None) -> gymnasium.Env[Any, Any]:
+    """A task whose `reset` obeys its seed."""
+    import gymnasium
     from metaworld.env_dict import ALL_V3_ENVIRONMENTS
 
-    known: Mapping[str, type[gymnasium.Env[Any, Any]]] = ALL_V3_ENVIRONMENTS
-    return known
-
-
-def make(task: str, *, render_mode: str | None = None) -> gymnasium.Env[Any, Any]:
-    """One environment of a task, whose `reset(seed=...)` decides everything about the episode."""
-    import gymnasium
-
-    class Keyed(gymnasium.Wrapper[Any, Any, Any, Any]):
-        """Meta-World draws the start of an episode by a generator of its own, which `reset` does not seed."""
-
+    class SeededTask(gymnasium.Wrapper[Any, Any, Any, Any]):
         def reset(
-            self, *, seed: int | None = None, options: dict[str, Any] | None = None
+            self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
         ) -> tuple[Any, dict[str, Any]]:
             if seed is not None:
-                inner: Any = self.env.unwrapped
-                inner.seed(seed % 2**32)
+                self.unwrapped.seed(seed % 2**32)
             return self.env.reset()
 
-    inner: Any = tasks()[task](render_mode=render_mode)
-    # As metaworld's own class of tasks with an observable goal does it.
-    inner._freeze_rand_vec, inner._set_task_called, inner._partially_observable = False, True, False
-    inner.seeded_rand_vec = True
-    del inner.sawyer_observation_space  # it is cached, and depends on what was just set
-    return Keyed(inner)
+    environment = ALL_V3_ENVIRONMENTS[task](render_mode=render_mode)
+    # As the tasks of MT1: positions are drawn at each reset, here from the seeded generator, and the goal is visible.
+    environment._set_task_called = True
+    environment._freeze_rand_vec = False
+    environment.seeded_rand_vec = True
+    environment._partially_observable = False
+    return SeededTask(environment)
 
 
 def expert_of(task: str) -> Callable[[Tensor], Tensor]:

@@ -53,16 +53,16 @@ class EnvironmentWorker:
     def send(self, request: Request) -> None:
         """Raises WorkerFailure if the process is gone, or cannot make an environment."""
         if not self._is_ready:
-            ready = msgspec.msgpack.decode(self._receive(START_S), type=Ready)
+            ready = msgspec.msgpack.decode(self._receive(time.monotonic() + START_S, START_S), type=Ready)
             if ready.reason:
                 self.close()
                 raise WorkerFailure(ready.reason)
             self._is_ready = True
         self._send(ENCODER.encode(request))
 
-    def reply(self, seconds: float) -> Reply:
-        """The answer to the last request. Raises WorkerFailure if none comes within `seconds`."""
-        return REPLIES.decode(self._receive(seconds))
+    def reply(self, deadline: float, limit_s: float) -> Reply:
+        """The answer to the last request. Raises WorkerFailure if none comes until `deadline`, which is in limit_s."""
+        return REPLIES.decode(self._receive(deadline, limit_s))
 
     def close(self) -> None:
         """Kill the process."""
@@ -72,16 +72,16 @@ class EnvironmentWorker:
         with suppress(BrokenPipeError, ConnectionError):  # `_receive` says how it died
             self._pipe.send_bytes(message)
 
-    def _receive(self, seconds: float) -> bytes:
+    def _receive(self, deadline: float, limit_s: float) -> bytes:
         try:
-            if self._pipe.poll(max(seconds, 0.0)):
+            if self._pipe.poll(max(deadline - time.monotonic(), 0.0)):
                 return self._pipe.recv_bytes(MOST_BYTES)
         except (EOFError, OSError):
             status = self._process.wait()
             self.close()
             raise WorkerFailure(f"the worker process of the environment ended (status {status})") from None
         self.close()
-        raise WorkerFailure(f"the environment did not answer in time ({seconds:g} s); its worker process was killed")
+        raise WorkerFailure(f"the environment did not answer within {limit_s:g} s; its worker process was killed")
 
 
 def _end(process: subprocess.Popen[bytes], reaper: subprocess.Popen[bytes], pipe: Connection) -> None:
@@ -197,7 +197,7 @@ class WorkerPool:
         deadline = time.monotonic() + self._timeout_s
         for number, worker in asked.items():
             try:
-                read(shares[number], worker.reply(deadline - time.monotonic()))
+                read(shares[number], worker.reply(deadline, self._timeout_s))
             except WorkerFailure as failure:
                 failed |= self._drop(number, shares[number], str(failure))
         return failed

@@ -80,16 +80,16 @@ def _reader(space: gymnasium.Space[Any], what: str) -> Reader:
             "gymnasium.wrappers.FlattenObservation, or name the readable parts in observation_keys"
         )
     if space.dtype != np.uint8 or len(space.shape) not in (2, 3):
-        return Reader(space.shape or (1,), False, _write)
+        return Reader(space.shape or (1,), False, write_numbers)
     if len(space.shape) == 2:
-        return Reader((1, *space.shape), True, _write)
+        return Reader((1, *space.shape), True, write_numbers)
     height, width, channels = space.shape
     if channels > height:  # [C, H, W] already
-        return Reader(space.shape, True, _write)
+        return Reader(space.shape, True, write_numbers)
     return Reader((channels, height, width), True, _write_channels_last)
 
 
-def _write(value: Any, row: Array) -> None:
+def write_numbers(value: Any, row: Array) -> None:
     row[...] = value
 
 
@@ -116,10 +116,10 @@ class DiscreteCodec:
         """[B] int64."""
         return np.frombuffer(data, np.int64)
 
-    def decode(self, actions: Array) -> Array:
+    def decode(self, actions: Array) -> list[int]:
         """B actions of the environment. Numbers outside are clipped."""
         bounded: Array = np.minimum(np.maximum(actions, 0), self.count - 1)  # np.clip takes several times as long
-        return bounded + self.start
+        return (bounded + self.start).tolist()  # Discrete.contains is faster for int than for np.int64
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,11 @@
     python scripts/kill_runs.py 'unified_model/*' scale=toy runtime=ray num_devices=2 --kills 1 --steps 3
     python scripts/kill_runs.py 'vlm/*sglang*' 'llm/quickstart rollout=openai' scale=toy --kills 1 --steps 3
 
-The moments are drawn with --seed: a step for each kill, and a delay of up to two steps after it. So a kill hits a step,
-a checkpoint, an evaluation, or the start of the resumed run. Metrics without clocks, the ledger, evaluations, pages and
-samples, and the weights, optimizers and trainer state of the last checkpoint must be equal, bit for bit. Each row names
-the engines of its run and the programs of their servers. --out is written after each run. Exit status 1: something
-differs. A toy recipe takes some minutes.
+The moments are drawn with --seed and the run: a step for each kill, and a delay of up to two steps after it. So a kill
+hits a step, a checkpoint, an evaluation, or the start of the resumed run. A run without a checkpoint begins again.
+Metrics without clocks, the ledger, evaluations, pages and samples, and the weights, optimizers and trainer state of the
+last checkpoint must be equal, bit for bit. Each row names the engines of its run and the programs of their servers.
+--out is written after each run. Exit status 1: something differs. A toy recipe takes some minutes.
 """
 
 from __future__ import annotations
@@ -95,11 +95,11 @@ def killed_run(run: Run, num_kills: int, seed: int) -> dict[str, object]:
         result = run.finish(folder)
     differs = [name for name, value in unkilled.outcome.items() if result[name] != value]
     hits = sum(kill.hit for kill in kills)
+    resumes = sum(kill.hit and kill.checkpoint > 0 for kill in kills)
     verdict = f"different: {', '.join(differs)}" if differs else "equal"
     took = f"unkilled {run.num_steps} steps in {unkilled.duration:.0f} s"
-    print(
-        f"{run.recipe} ({', '.join(engines)}): {took}; {hits} of {num_kills} kills hit the run; {verdict}", flush=True
-    )
+    hit = f"{hits} of {num_kills} kills hit the run, {resumes} of them after a checkpoint"
+    print(f"{run.recipe} ({', '.join(engines)}): {took}; {hit}; {verdict}", flush=True)
     return {
         "recipe": run.recipe,
         "settings": [*run.overrides, f"num_rollouts={run.num_steps}"],
@@ -107,6 +107,7 @@ def killed_run(run: Run, num_kills: int, seed: int) -> dict[str, object]:
         "seconds_unkilled": round(unkilled.duration, 1),
         "kills": [asdict(kill) for kill in kills],
         "hits": hits,
+        "hits_after_a_checkpoint": resumes,
         "compared": list(unkilled.outcome),
         "files_of_weights": sorted(unkilled.outcome["weights"]),  # type: ignore[call-overload]
         "differs_in": differs,

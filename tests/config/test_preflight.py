@@ -410,7 +410,9 @@ def test_what_servers_cannot_take_over_is_refused_before_they_start(recipe, word
     [
         (["save_interval=2", "checkpoint.keep_every=3"], r"keep_every=3 must be a multiple of save_interval=2"),
         (["save_interval=0", "checkpoint.keep_every=3"], r"keep_every=3 must be a multiple of save_interval=0"),
-        (["checkpoint.copy_to=/tmp/x"], r"checkpoint\.copy_to=/tmp/x is no URL: write SCHEME://PLACE"),
+        (["checkpoint.copy_to=/tmp/x"], r"checkpoint\.copy_to=/tmp/x is not a URL of fsspec\. Write SCHEME://PLACE"),
+        (["checkpoint.copy_to=gss://b/x"], r"gss://b/x is not a URL of fsspec\. Did you mean 'gc?s'\?"),
+        (["checkpoint.copy_to=s3://"], r"copy_to=s3:// is not a URL of fsspec\. Write SCHEME://PLACE"),
     ],
 )
 def test_settings_of_checkpoints_that_cannot_work_are_refused(words, says):

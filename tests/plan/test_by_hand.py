@@ -8,7 +8,8 @@ from functools import cache
 import pytest
 
 from unirl.config.load import load
-from unirl.plan.cost import GIB, copied_for_saves, memory_table, saved_bytes
+from unirl.plan.cost import GIB, memory_table
+from unirl.plan.saves import copied_for_saves, saved_bytes
 from unirl.plan.sizes import RunSizes, resident_parts
 from unirl.testing.second_device import second_devices
 from unirl.tracking.tracker import PhaseTimers

@@ -8,22 +8,21 @@ from unirl.cli.main import main
 from unirl.cli.plan import clock, gib_text, made_by, rate_text
 from unirl.config.errors import UsageError
 from unirl.config.load import load
-from unirl.plan.cost import (
+from unirl.plan.cost import engine_bytes, memory_table
+from unirl.plan.devices import DEFAULT, DEVICES, device_named
+from unirl.plan.fit import best_changes, candidate
+from unirl.plan.sizes import RunSizes, resident_parts
+from unirl.plan.times import (
     Work,
     collective,
-    engine_bytes,
     gather_work,
     generate_work,
-    memory_table,
     phase_time,
     reduce_work,
     step_times,
     sync_work,
     train_work,
 )
-from unirl.plan.devices import DEFAULT, DEVICES, device_named
-from unirl.plan.fit import best_changes, candidate
-from unirl.plan.sizes import RunSizes, resident_parts
 
 H200, _ = device_named("h200")
 

@@ -7,11 +7,11 @@ import pytest
 
 from unirl.cli.main import main
 from unirl.config.load import load
-from unirl.plan.cost import train_seconds, train_work
 from unirl.plan.devices import device_like, device_named
 from unirl.plan.fit import usable
 from unirl.plan.micro_batch import FULL_SPEED, choose_micro_batch, train_peak_gib, with_auto_micro
 from unirl.plan.sizes import RunSizes
+from unirl.plan.times import train_seconds, train_work
 
 H100, _ = device_named("h100")
 

@@ -11,11 +11,12 @@ from unirl.cli.main import main
 from unirl.config.device_sets import DeviceSet
 from unirl.config.errors import MemoryShortageError
 from unirl.config.load import load
-from unirl.plan.cost import MOMENTS, step_times
+from unirl.plan.cost import MOMENTS
 from unirl.plan.devices import device_named
 from unirl.plan.fit import device_peaks, moment_peaks
 from unirl.plan.machine import check_memory
 from unirl.plan.sizes import RecipeSizes, RunSizes, sizes_of_policies
+from unirl.plan.times import step_times
 from unirl.trainer.assemble import check_device_memory
 from unirl.types.device import DeviceKind
 

@@ -94,7 +94,9 @@ class Kill:
     """The run was killed some time after it had finished so many steps."""
     delay_s: float
     steps_done: int
-    """Steps in the metrics when the process ended. The run continues from the last checkpoint before it."""
+    """Steps in the metrics when the process ended."""
+    checkpoint: int
+    """The step of the newest checkpoint then, from which the run continues. 0: none, so that the run begins again."""
     hit: bool
     """False if the run had ended before."""
 
@@ -103,15 +105,16 @@ def killed_often(run: Run, folder: Path, kills: int, seed: int, step_s: float) -
     """Kills a run again and again, each time after more steps, and resumes it each time. It is not finished then.
 
     Args:
+        seed: the moments are drawn with it and the run, so that they differ between runs.
         step_s: the delay after a step is at most twice as long.
     """
-    choice = random.Random(seed)
+    choice = random.Random(f"{seed} {run.recipe} {run.overrides}")
     moments = sorted(choice.randrange(run.num_steps) for _ in range(kills))
     done = []
     for after in moments:
         delay = choice.uniform(0.0, 2 * step_s)
         hit = run.kill_once(folder, after_step(folder, after, delay))
-        done.append(Kill(after, round(delay, 3), steps_in(folder), hit))
+        done.append(Kill(after, round(delay, 3), steps_in(folder), newest_checkpoint(folder), hit))
     return done
 
 
@@ -119,6 +122,12 @@ def steps_in(folder: Path) -> int:
     """Steps in the metrics of a run."""
     metrics = folder / "metrics.jsonl"
     return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+
+def newest_checkpoint(folder: Path) -> int:
+    """The step of the newest published checkpoint of a run. 0 if there is none."""
+    steps = [path.name.rpartition("-")[2] for path in folder.glob("checkpoints/checkpoint-*")]
+    return max((int(step) for step in steps if step.isdecimal()), default=0)
 
 
 def after_step(folder: Path, steps: int, delay: float) -> Callable[[], bool]:

@@ -253,6 +253,21 @@ def test_a_track_that_the_model_does_not_have_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("sampling.recaption=5", "BagelPipeline has no track 'recaption'. Its tracks are think, image"),
+        ("algorithm.think=null", "algorithm.think is a block of keys, got null"),
+        ("sampling.height=64", "this recipe has several tracks. Write sampling.image.height"),
+        ("~sampling.image", "sampling has the track think alone. A recipe of one track writes"),
+    ],
+)
+def test_a_value_in_place_of_the_block_of_a_track_is_refused_by_what_it_is(word, says) -> None:
+    with pytest.raises(UniRLError) as refused:
+        load("unified_model/bagel_think_joint", ["scale=toy", word])
+    assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
     ("recipe", "pipeline", "tracks"),
     [
         ("unified_model/bagel_think_joint", "BagelPipeline", "think, image"),

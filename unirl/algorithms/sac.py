@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from unirl.algorithms.base import START, LossResult, Part, PolicyOutputs, StageAlgorithm
 from unirl.algorithms.shared.critic_ensemble import Critics
 from unirl.config.errors import IncompatibleError, InvalidValueError
-from unirl.models.policies.networks import SquashedGaussianPolicy
 from unirl.models.policies.stage import ActionStage
 from unirl.sde.noise import key_seed
 from unirl.types.environments import ContinuousActions
@@ -84,7 +83,7 @@ class SAC(StageAlgorithm[ActionStage, ActionSegment]):
         return Needs(value=True, advantages=False)
 
     def build_head(self, stage: ActionStage, width: int, seed: int) -> nn.Module:
-        if not isinstance(stage.policy, SquashedGaussianPolicy):
+        if not stage.policy.is_squashed:
             raise IncompatibleError(
                 "algorithm: SAC trains squashed Gaussian policies, and the bundle has a "
                 f"{type(stage.policy).__name__}. "

@@ -11,11 +11,11 @@ import yaml
 
 from unirl.cli.arguments import parse_recipe, recipe_parser
 from unirl.cli.check import checked, say_crowded
-from unirl.config.errors import MemoryShortageError
+from unirl.config.errors import IncompatibleError, MemoryShortageError
 from unirl.config.failures import Session
 from unirl.config.load import Recipe
 from unirl.config.recipe import keys_of_policy
-from unirl.plan import cost
+from unirl.plan import cost, times
 from unirl.plan.alternatives import alternatives
 from unirl.plan.credit import credit_of_tracks
 from unirl.plan.devices import Device, device_named
@@ -24,6 +24,7 @@ from unirl.plan.geometry import count_of, geometry_table
 from unirl.plan.machine import CERTAIN
 from unirl.plan.micro_batch import with_auto_micro
 from unirl.plan.preflight import trainer_class
+from unirl.plan.saves import copied_for_saves
 from unirl.plan.sizes import RecipeSizes, RunSizes, WeightTransfer, resident_parts, sizes_of_policies
 from unirl.plan.tiling import leaves_tiling_open, with_auto_tiling
 from unirl.tracking.console import duration
@@ -81,7 +82,7 @@ class Total:
     @cached_property
     def seconds(self) -> dict[str, float]:
         """Seconds of a step of each policy."""
-        return {name: cost.step_seconds(run.sizes, run.settings, self.device) for name, run in self.runs.items()}
+        return {name: times.step_seconds(run.sizes, run.settings, self.device) for name, run in self.runs.items()}
 
     @cached_property
     def peaks(self) -> dict[str, tuple[float, str]]:
@@ -169,8 +170,8 @@ def plan_facts(recipe: Recipe, sizes: RecipeSizes, device: Device) -> dict[str, 
     """The plan of one policy as JSON values."""
     plan = run_on(device, sizes)
     resident = resident_parts(plan.placement)
-    times = cost.step_times(plan.sizes, plan.settings, device)
-    seconds = sum(phase.seconds for phase in times.values())
+    by_phase = times.step_times(plan.sizes, plan.settings, device)
+    seconds = sum(phase.seconds for phase in by_phase.values())
     return {
         "recipe": recipe.file.name,
         "placement": {role: device_set.words for role, device_set in plan.placement.device_sets.items()},
@@ -181,10 +182,10 @@ def plan_facts(recipe: Recipe, sizes: RecipeSizes, device: Device) -> dict[str, 
         "sizes": asdict(plan.sizes),
         "settings": asdict(plan.settings),
         "memory_gib": [asdict(row) for row in (row for _, row in plan.memory)],
-        "main_memory_gib": {"saves": cost.copied_for_saves(plan.sizes, plan.settings)},
+        "main_memory_gib": {"saves": copied_for_saves(plan.sizes, plan.settings)},
         "device": asdict(device),
         "fits": _peak(plan)[0] <= usable(device.memory_gib),
-        "time": {name: asdict(phase) for name, phase in times.items()},
+        "time": {name: asdict(phase) for name, phase in by_phase.items()},
         "step_seconds": seconds,
         "samples_per_second": plan.sizes.num_samples / seconds,
         "made": made_by(plan),
@@ -195,7 +196,11 @@ def plan_facts(recipe: Recipe, sizes: RecipeSizes, device: Device) -> dict[str, 
 
 def run_on(device: Device, sizes: RecipeSizes) -> RunSizes:
     """The sizes of a run, with what it chooses for a device."""
-    assert sizes.run is not None, "plan refuses a bundle that cannot say its sizes"
+    if sizes.run is None:
+        raise IncompatibleError(
+            f"bundle: {sizes.config.bundle.class_name} cannot say the size of its model without loading it, so nothing "
+            "can be planned. A run prints the seconds of each phase and the memory in use"
+        )
     run = with_auto_tiling(sizes.run, sizes.config, device.memory_gib)
     return with_auto_micro(run, device, device.memory_gib)
 
@@ -249,7 +254,7 @@ def _room_text(gib: float, at: str, device: Device) -> str:
 
 def _saves_text(plan: RunSizes) -> str:
     """One line about the main memory that saves need."""
-    copied = cost.copied_for_saves(plan.sizes, plan.settings)
+    copied = copied_for_saves(plan.sizes, plan.settings)
     listed = ", ".join(f"{stem} {gib_text(gib)}" for stem, gib in copied.items())
     kept = "pinned and kept, checkpoint.asynchronous" if plan.sizes.saves_in_background else "one file at a time"
     total = gib_text(sum(copied.values()))
@@ -265,11 +270,11 @@ def _peak(plan: RunSizes) -> tuple[float, str]:
 
 def _time_text(plan: RunSizes, device: Device, about: str, num_rollouts: int) -> str:
     """The expected time of a step by phase, and what would make it faster."""
-    sizes, times = plan.sizes, cost.step_times(plan.sizes, plan.settings, device)
-    seconds = sum(phase.seconds for phase in times.values())
+    sizes, by_phase = plan.sizes, times.step_times(plan.sizes, plan.settings, device)
+    seconds = sum(phase.seconds for phase in by_phase.values())
     lines = [f"time       {device.name}, {NOT_MEASURED}{f' ({about})' if about else ''}"]
     lines.append(f"             {'phase':<12}{'time':>9}   {'bound by':<10}{'MFU':>7}   " + _resources("alone:"))
-    for name, phase in times.items():
+    for name, phase in by_phase.items():
         if phase.seconds:
             parts = _resources("", phase.parts)
             lines.append(

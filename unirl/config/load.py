@@ -166,16 +166,21 @@ def recipe_of(composed: ComposedConfig, root: Node, settings: AnyConfig) -> Reci
 
 
 def _refuse_keys_of_no_track(composed: ComposedConfig, tree: Tree, plugins: tuple[str, ...]) -> None:
-    """Refuses a key such as `sampling.height` where each track of one network has its own."""
+    """Refuses a key such as `sampling.height` where each track of one network has its own.
+
+    Other names without a block are left to the checks of tracks and blocks.
+    """
     for block in OF_TRACK if recipe_class(tree) is UnifiedConfig else ():
         entries = tree.get(block)
-        for name, value in entries.items() if isinstance(entries, dict) else ():
+        for name in entries if isinstance(entries, dict) else ():
             path = join(block, name)
-            if not isinstance(value, dict):
+            is_track = any(isinstance(get(tree, join(other, name)), dict) for other in OF_TRACK)
+            if not is_track:
                 schemas, keys = schemas_of(tree, plugins), policy_keys(tree, path)
-                known = [key for key in keys if _is_key(key, schemas)] or keys
+                known = [key for key in keys if _is_key(key, schemas)]
                 text = f"unknown key '{path}'{composed.where(path)}: this recipe has several tracks"
-                raise UnknownKeyError(f"{text}. Write {' or '.join(known)}", path, hinted=True)
+                if known:
+                    raise UnknownKeyError(f"{text}. Write {' or '.join(known)}", path, hinted=True)
 
 
 def _refuse_empty_variables(composed: ComposedConfig) -> None:

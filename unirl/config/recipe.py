@@ -443,8 +443,9 @@ class UnifiedConfig(RunSettings):
     def __post_init__(self) -> None:
         tracks = list(self.sampling)
         if len(tracks) < 2:
+            named = f"the track {tracks[0]} alone" if tracks else "no track"
             raise ValueError(
-                f"sampling has {len(tracks)} tracks. A recipe of one track writes sampling and algorithm without a name"
+                f"sampling has {named}. A recipe of one track writes sampling and algorithm without a name"
             )
         if set(self.algorithm) != set(tracks):
             raise ValueError(

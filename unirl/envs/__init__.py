@@ -1,0 +1,1 @@
+"""Environments in which policies act, behind the contract of `unirl.types.environments`."""

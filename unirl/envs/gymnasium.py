@@ -1,64 +1,182 @@
-"""TEMPORARY."""
+"""Environments of Gymnasium, by their ids."""
 
 from __future__ import annotations
-from collections.abc import Sequence
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
-from unirl.types.environments import *
+
+from unirl.config.dependencies import need
+from unirl.config.errors import (
+    DependencyError,
+    EpisodeError,
+    InvalidValueError,
+    UnsupportedEnvironmentError,
+    did_you_mean,
+)
+from unirl.envs.pool import WorkerPool
+from unirl.envs.slots import Slots, Source
+from unirl.envs.spaces import Array, Arrays, DiscreteCodec
+from unirl.types.environments import (
+    ContinuousActions,
+    DiscreteActions,
+    EnvironmentSpaces,
+    EnvironmentStep,
+    EpisodeStart,
+    Observations,
+)
+
+if TYPE_CHECKING:
+    import gymnasium
+
+NONE: Mapping[str, object] = MappingProxyType({})
 
 
 class GymnasiumEnvironment:
-    is_keyed = True
+    """Slots with environments of `gymnasium.make(id)`, in this process or in worker processes.
 
-    def __init__(self, *, id: str) -> None:
-        import gymnasium as gym
+    Observations that are a Box or Discrete space have the key `state`; those of a Dict space have their own keys.
+    Numbers become float32, a Discrete observation becomes one-hot, and uint8 images stay uint8, as [C, H, W].
+    Continuous actions in [-1, 1] are scaled to the bounds of the action space. `reset` seeds the environment with the
+    seed of the start, and passes its options on; the task of a start is for the policy. `info["success"]` or
+    `info["is_success"]` reports success.
+    """
 
-        self.id, self.slots = id, {}
-        e = gym.make(id)
-        self.slots[0] = e
-        a = e.action_space
-        if hasattr(a, "n"):
-            act = DiscreteActions(int(a.n))
-        else:
-            act = ContinuousActions(a.shape[0])
-            self.low, self.high = a.low, a.high
+    def __init__(
+        self,
+        *,
+        id: str,
+        kwargs: Mapping[str, object] = NONE,
+        workers: Annotated[int, msgspec.Meta(ge=0)] = 0,
+        max_steps: Annotated[int, msgspec.Meta(ge=1)] | None = None,
+        observation_keys: tuple[str, ...] = (),
+        frame_stack: Annotated[int, msgspec.Meta(ge=1)] = 1,
+        timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0,
+        render: bool = False,
+    ) -> None:
+        """
+        Args:
+            id: the id of a registered environment; `module:id` imports the module that registers it.
+            kwargs: further arguments of the environment.
+            workers: number of processes that share the slots. 0: all environments are in this process, where one that
+                hangs cannot be interrupted.
+            max_steps: number of steps after which an episode is truncated. null: the limit that the id is registered
+                with.
+            observation_keys: keys of a Dict observation that the policy sees. Empty: all of them.
+            frame_stack: number of newest observations that are joined along their first axis.
+            timeout_s: seconds that an environment in a worker may take for a reset or a step.
+            render: draw pictures of the episodes, in addition to observations.
+
+        Raises:
+            DependencyError: 3001, a library is missing.
+            InvalidValueError: 2004, an unknown id, or arguments that it does not take.
+            IncompatibleError: 2020, a space that a policy cannot read or act in.
+        """
+        need("gymnasium", by=f"{type(self).__name__} (id={id})", extra="embodied")
+        source = Source(
+            id=id,
+            kwargs=dict(kwargs),
+            max_steps=max_steps,
+            observation_keys=tuple(observation_keys),
+            frame_stack=frame_stack,
+            render=render,
+        )
+        self._open(source, workers, timeout_s)
+
+    def _open(self, source: Source, workers: int, timeout_s: float) -> None:
+        """Make one environment, and learn its spaces from it."""
+        first = made(source)
+        self._source = source
+        slots = Slots(source, first)
+        codec = slots.codec
+        self._slots: Slots | WorkerPool = slots
+        if workers:
+            slots.close()
+            self._slots = WorkerPool(source, slots.readers, codec, workers, timeout_s)
+        self._running: set[int] = set()
+        actions = DiscreteActions(codec.count) if isinstance(codec, DiscreteCodec) else ContinuousActions(codec.size)
         self.spaces = EnvironmentSpaces(
-            observations={"state": e.observation_space.shape}, actions=act, most_steps=e.spec.max_episode_steps
+            observations={key: reader.shape for key, reader in slots.readers.items()},
+            actions=actions,
+            most_steps=source.max_steps or (first.spec.max_episode_steps if first.spec else None),
         )
+        self.is_keyed = not (first.spec and first.spec.nondeterministic)
 
-    def reset(self, slots, starts):
-        import gymnasium as gym
+    def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> Observations:
+        """Start one episode in each slot. `unirl.types.environments.Environment.reset` has the contract."""
+        observations, failures = self._slots.reset(
+            slots, [start.seed for start in starts], [start.options for start in starts]
+        )
+        for row, reason in failures.items():
+            raise EpisodeError(
+                f"environment {self._source.id} in slot {slots[row]} cannot start an episode "
+                f"(seed={starts[row].seed}), even after it was made anew: {reason}"
+            )
+        self._running.update(slots)
+        return as_tensors(observations)
 
-        out = []
-        for s, st in zip(slots, starts, strict=True):
-            if s not in self.slots:
-                self.slots[s] = gym.make(self.id)
-            out.append(self.slots[s].reset(seed=st.seed % 2**31)[0])
-        return {"state": torch.from_numpy(np.stack(out)).float()}
-
-    def step(self, slots, actions):
-        a = actions.numpy()
-        if a.dtype.kind == "f":
-            a = self.low + (np.clip(a, -1, 1) + 1) / 2 * (self.high - self.low)
-        obs, rew, term, trunc, suc = [], [], [], [], []
-        for i, s in enumerate(slots):
-            o, r, t, u, info = self.slots[s].step(a[i])
-            obs.append(o)
-            rew.append(r)
-            term.append(t)
-            trunc.append(u)
-            suc.append(bool(info.get("success", False)))
+    def step(self, slots: Sequence[int], actions: Tensor) -> EnvironmentStep:
+        """Take one action in each slot. `unirl.types.environments.Environment.step` has the contract."""
+        assert self._running.issuperset(slots), (
+            f"slots {sorted(set(slots) - self._running)} have no episode: it ended, or never began. Reset them first"
+        )
+        actions = actions.long() if isinstance(self.spaces.actions, DiscreteActions) else actions.float()
+        result = self._slots.step(slots, actions.numpy())
+        ended = result.terminated | result.truncated
+        if ended.any():
+            self._running.difference_update(slots[int(row)] for row in np.flatnonzero(ended))
         return EnvironmentStep(
-            observations={"state": torch.from_numpy(np.stack(obs)).float()},
-            rewards=torch.tensor(rew, dtype=torch.float32),
-            terminated=torch.tensor(term),
-            truncated=torch.tensor(trunc),
-            success=torch.tensor(suc),
+            observations=as_tensors(result.observations),
+            rewards=torch.from_numpy(result.rewards),
+            terminated=torch.from_numpy(result.terminated),
+            truncated=torch.from_numpy(result.truncated),
+            success=torch.from_numpy(result.success),
+            faults=result.faults,
         )
 
-    def render(self, slots):
-        return None
+    def render(self, slots: Sequence[int]) -> Tensor | None:
+        """[B, 3, H, W] uint8 pictures of the slots. None unless `render` is set."""
+        return torch.from_numpy(self._slots.render(slots)) if self._source.render else None
 
-    def close(self):
-        pass
+    def close(self) -> None:
+        """Close all environments."""
+        self._running.clear()
+        self._slots.close()
+
+
+def as_tensors(arrays: Arrays) -> Observations:
+    """The arrays as tensors, without a copy."""
+    return {key: _tensor(values) for key, values in arrays.items()}
+
+
+def _tensor(values: Array) -> Tensor:
+    return torch.from_numpy(values)
+
+
+def made(source: Source) -> gymnasium.Env[Any, Any]:
+    """An environment of the source, or an error that says what to change in the recipe."""
+    import gymnasium
+
+    try:
+        return source.make()
+    except gymnasium.error.DependencyNotInstalled as error:
+        raise DependencyError(f"environment {source.id}: {error}. Or: pip install 'unirl[embodied]'") from error
+    except ModuleNotFoundError as error:
+        raise DependencyError(
+            f"environment {source.id} needs a module that is not installed here ({error}): install its package, or "
+            "pip install 'unirl[embodied]'"
+        ) from error
+    except gymnasium.error.UnregisteredEnv as error:
+        raise InvalidValueError(
+            f"id={source.id} is no environment that Gymnasium knows.{did_you_mean(source.id, gymnasium.registry)} "
+            "An environment of a package of yours is named `module:id`, where the module registers it"
+        ) from error
+    except gymnasium.error.Error as error:
+        raise UnsupportedEnvironmentError(f"environment {source.id} cannot be made here: {error}") from error
+    except TypeError as error:
+        raise InvalidValueError(f"environment {source.id} does not take kwargs={source.kwargs}: {error}") from error

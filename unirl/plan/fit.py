@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from unirl.config.device_sets import DeviceSet
-from unirl.plan.cost import MOMENTS, STEP_PHASES, Settings, step_seconds, step_times
+from unirl.plan.cost import MOMENTS, STEP_PHASES, Settings
 from unirl.plan.devices import Device
 from unirl.plan.sizes import RunSizes
+from unirl.plan.times import step_seconds, step_times
 
 Runs = Sequence[RunSizes]
 """The runs whose settings are chosen together: that of one policy, or those of all tracks of one network."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from unirl.plan.cost import STEP_PHASES, train_seconds
+from unirl.plan.cost import STEP_PHASES
 from unirl.plan.devices import Device
 from unirl.plan.fit import moment_peaks, usable
 from unirl.plan.sizes import RunSizes
+from unirl.plan.times import train_seconds
 
 CPU_GIB = 8.0
 """Memory that a plan allows a run on CPUs, whatever the machine has, so that the choice is the same on all of them."""

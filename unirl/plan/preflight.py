@@ -49,6 +49,7 @@ from unirl.rollout.engine.composed.engine import ComposedRolloutEngine, check_te
 from unirl.tracking.streams import say
 from unirl.train.backend.base import TrainBackend
 from unirl.train.backend.module_setup import check_component
+from unirl.train.backend.remote import check_url
 from unirl.train.unified_model_stack import UnifiedModelStack, check_balance
 from unirl.types.facts import ModelFacts
 from unirl.types.protocols import Needs
@@ -56,7 +57,6 @@ from unirl.types.sampling import Sampling, sampling_as
 
 OPTIONAL_IN_EVALUATION = ("num_inference_steps", "guidance_scale", "temperature", "top_p", "top_k", "max_new_tokens")
 """Keys of the evaluation block that only the sampling settings of some domains have."""
-URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.")
 SHOWN_ENDS = 24
 """Number of names of layers that an error lists."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -523,10 +523,8 @@ def check_saving(config: RecipeConfig) -> None:
             f"checkpoint.keep_every={every} must be a multiple of save_interval={interval}, since other steps are not "
             f"saved. Use save_interval={every}, or a multiple of it for checkpoint.keep_every"
         )
-    if place is not None and not URL.match(place):
-        raise InvalidValueError(
-            f"checkpoint.copy_to={place} is no URL: write SCHEME://PLACE, such as s3://bucket/run or file:///disk2/run"
-        )
+    if place is not None:
+        check_url(place, "checkpoint.copy_to")
 
 
 def check_data(config: RecipeConfig) -> None:
@@ -537,7 +535,13 @@ def check_data(config: RecipeConfig) -> None:
     ):
         if path is None or Path(path).expanduser().is_file():
             continue
-        folder = Path(path).expanduser().parent
+        file = Path(path).expanduser()
+        if file.exists():
+            kind = (
+                "a folder: name a file in it" if file.is_dir() else "a pipe, a socket or a device. Give a regular file"
+            )
+            raise DataError(f"{key}={path} is {kind}, by {key}=... or {variable}")
+        folder = file.parent
         names = [file.name for file in folder.iterdir()] if folder.is_dir() else []
         similar = difflib.get_close_matches(Path(path).name, names, 1)
         hint = f" Did you mean '{folder / similar[0]}'?" if similar else ""

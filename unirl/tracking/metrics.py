@@ -37,7 +37,6 @@ METRICS: Mapping[str, str] = {
     "env/length": "mean number of steps of the environment in an episode",
     "env/success_once": "share of episodes in which the environment reported success",
     "env/episodes": "number of episodes; one that its row cut off counts only if its row has no other",
-    "env/failed": "rows whose environment failed: they have weight 0",
     "samples/env_steps": "steps of the environments",
     "queue/reward_depth": "largest number of sample batches that waited for the reward at once",
     "queue/reward_wait": "seconds that the step waited for rewards after its last sample",

@@ -20,6 +20,7 @@ from unirl.train.backend.base import TrainBackend, UpdateStats
 from unirl.train.memory import DeviceMemory, MicroBatchMemory, memory_of, peak_bytes
 from unirl.train.parity import parity_of
 from unirl.types.batch import map_value
+from unirl.types.device import CPU
 from unirl.types.progress import progress
 from unirl.types.protocols import REFERENCE, TrainingProgress
 from unirl.types.results import Metric, Metrics, TrainStepResult, merge
@@ -331,7 +332,7 @@ class TrainStack:
         self.backend.backward(scaled, last=last_rows and last_part)
 
     def _placed(self, micro: RolloutTrack) -> RolloutTrack:
-        return micro.to(self.backend.device)
+        return micro if self.backend.device == CPU else micro.to(self.backend.device)
 
     def _check_finite(self, stats: UpdateStats, loss: Tensor) -> None:
         if stats.skipped_in_a_row >= self.max_nonfinite_updates:

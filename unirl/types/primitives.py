@@ -210,6 +210,7 @@ class Episodes(Batch):
     returns: Tensor = row()  # [B] float32, mean over the episodes of a row of the sum of their rewards
     success: Tensor = row()  # [B] float32, fraction of the episodes in which the environment reported success
     lengths: Tensor = row()  # [B] float32, mean number of steps of the environment
+    faults: list[str] = row()  # why the environment of a row failed; "" if it did not
     videos: Videos | None = row(optional=True)  # the first episode of each row; None if nothing was drawn
 
     def preview(self) -> Texts | VideoPreviews:

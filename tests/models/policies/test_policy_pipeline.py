@@ -107,6 +107,7 @@ def test_draws_follow_the_probabilities_of_the_policy() -> None:
 def test_a_row_whose_environment_failed_has_weight_0_and_stops() -> None:
     track = rolled(Clocks(KINDS[0], broken=[1]), request(max_steps=12, continuing=True))
     assert track.weight.tolist() == [1.0, 0.0, 1.0, 1.0]
+    assert isinstance(track.decoded, Episodes) and track.decoded.faults == ["", "it broke", "", ""]
     assert track.segment.lengths[1] == 2 and track.segment.loss_mask.sum() == 3 * 12 + 2
 
 

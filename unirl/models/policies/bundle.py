@@ -201,7 +201,13 @@ class GaussianBundle(PolicyBundle):
             network = SquashedGaussianPolicy(shapes, space, width, depth, activation, start)
         else:
             network = GaussianPolicy(shapes, space, width, depth, activation, start, log_std)
-        settings: dict[str, object] = {"actions": actions, "squashed": squashed, "log_std": log_std, "width": width, "depth": depth}
+        settings: dict[str, object] = {
+            "actions": actions,
+            "squashed": squashed,
+            "log_std": log_std,
+            "width": width,
+            "depth": depth,
+        }
         settings |= {"activation": activation, "observations": {key: list(shape) for key, shape in shapes.items()}}
         super().__init__(network, shapes, settings, device=device, depth=depth, activation=activation)
 
@@ -253,7 +259,13 @@ class FlowBundle(PolicyBundle):
             chunk=chunk,
             kernel=FlowSDEStrategy(eta=eta),
         )
-        settings: dict[str, object] = {"actions": actions, "chunk": chunk, "num_steps": num_steps, "eta": eta, "width": width}
+        settings: dict[str, object] = {
+            "actions": actions,
+            "chunk": chunk,
+            "num_steps": num_steps,
+            "eta": eta,
+            "width": width,
+        }
         settings |= {"depth": depth, "activation": activation}
         settings["observations"] = {key: list(shape) for key, shape in shapes.items()}
         super().__init__(network, shapes, settings, device=device, depth=depth, activation=activation)

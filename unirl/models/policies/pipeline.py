@@ -100,11 +100,11 @@ class PolicyPipeline:
             for start in range(0, len(req), chunk_size)
         ]
         segment = ActionSegment.concat([part.segment() for part in parts])
-        resp = response_of(req, {}, segment, episodes_of(segment))
-        failures = [failure for part in parts for failure in part.failures]
-        if len(failures) == len(req):
-            raise EpisodeError(f"the environments of all {len(req)} rows failed. The first one: {failures[0]}")
-        failed = torch.tensor([row in part.failed for part in parts for row in range(part.count)])
+        faults = [part.failed.get(row, "") for part in parts for row in range(part.count)]
+        if all(faults):
+            raise EpisodeError(f"the environments of all {len(req)} rows failed. The first one: {faults[0]}")
+        resp = response_of(req, {}, segment, episodes_of(segment, faults))
+        failed = torch.tensor([bool(fault) for fault in faults])
         track = resp.tracks[name]
         return resp.with_track(name, track.replace(weight=track.weight.where(~failed, 0.0)))
 
@@ -161,12 +161,8 @@ class EpisodeLoop:
         """Episodes that each row has begun."""
         self.finished = torch.zeros(self.count, dtype=torch.bool)
         self.failed: dict[int, str] = {}
+        """Why the environments of some rows failed, by row."""
         self.block: Tensor | None = None
-
-    @property
-    def failures(self) -> list[str]:
-        """The reasons of the environments that failed."""
-        return list(self.failed.values())
 
     def run(self) -> EpisodeLoop:
         """Act until every row is done."""
@@ -301,8 +297,12 @@ def joined(step: EnvironmentStep, later: EnvironmentStep, going: Tensor) -> Envi
     )
 
 
-def episodes_of(segment: ActionSegment) -> Episodes:
-    """What became of the episodes of each row; zeros for a row without a decision."""
+def episodes_of(segment: ActionSegment, faults: list[str]) -> Episodes:
+    """What became of the episodes of each row; zeros for a row without a decision.
+
+    Args:
+        faults: [B] why the environment of a row failed.
+    """
     totals = segment.totals()
     means = {name: torch.tensor([sum(row) / len(row) if row else 0.0 for row in rows]) for name, rows in totals.items()}
-    return Episodes(returns=means["returns"], success=means["success"], lengths=means["steps"])
+    return Episodes(returns=means["returns"], success=means["success"], lengths=means["steps"], faults=faults)

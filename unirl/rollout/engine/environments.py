@@ -82,7 +82,8 @@ class EngineEnvironment:
             return sys.executable
         raise DependencyError(
             f"{self.distribution} is not installed: {self.folder} does not exist. Install it: unirl engines install "
-            f"{self.name}. Or name the Python of an environment that has it: rollout.python_executable=ENV/bin/python"
+            f"{self.name}. Or name the Python of an environment that has it: rollout.python_executable=ENV/bin/python. "
+            "To try a recipe without it, with a fake server and random weights: scale=toy"
         )
 
     def install_commands(self, base_python: str, uv: str | None) -> list[list[str]]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from unirl.config.dependencies import need
-from unirl.config.errors import CheckpointError, InvalidValueError, StorageError
+from unirl.config.errors import CheckpointError, InvalidValueError, StorageError, did_you_mean
 from unirl.train.backend.checkpoint import NUMBERED, OWN, Checkpoint, beyond, verify
 from unirl.train.backend.manifest import MANIFEST, sealed_files
 
@@ -32,6 +32,22 @@ Result = TypeVar("Result")
 def is_url(place: str) -> bool:
     """True for a URL, and False for a path."""
     return "://" in place
+
+
+def check_url(url: str, setting: str) -> str:
+    """The scheme of a URL. Raises ConfigError (2004) if no file system of fsspec has it, or if no place follows it."""
+    import fsspec
+
+    scheme, separator, place = url.partition("://")
+    known = fsspec.available_protocols()
+    is_known = scheme.lower() in known
+    if not is_known or not place:
+        hint = did_you_mean(scheme.lower(), known) if separator and not is_known else ""
+        raise InvalidValueError(
+            f"{setting}={url} is not a URL of fsspec.{hint} Write SCHEME://PLACE, such as s3://bucket/run or "
+            "file:///disk2/run"
+        )
+    return scheme.lower()
 
 
 class RemoteCheckpoints:
@@ -51,12 +67,7 @@ class RemoteCheckpoints:
         """
         import fsspec
 
-        scheme = url.partition("://")[0].lower()
-        if scheme not in fsspec.available_protocols() or not is_url(url):
-            raise InvalidValueError(
-                f"{setting}={url} is not a URL of fsspec: write SCHEME://PLACE, such as s3://bucket/run "
-                "or file:///disk2/run"
-            )
+        scheme = check_url(url, setting)
         if scheme in PACKAGES:
             need(PACKAGES[scheme], by=f"{setting}={url}", install=f"pip install {PACKAGES[scheme]}")
         self.url, self.keep, self.keep_every, self.setting = url, keep, keep_every, setting

@@ -1,0 +1,57 @@
+"""The process that holds some slots of an environment: `python -m unirl.envs.worker FILE_DESCRIPTOR`.
+
+It answers one message at a time and ends when its pipe closes.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from multiprocessing.connection import Connection
+
+import msgspec
+import numpy as np
+
+from unirl.envs.messages import MOST_BYTES, Opening, Ready, RenderRequest, Reply, Request, ResetRequest, StepRequest
+from unirl.envs.slots import Slots, reason_of
+from unirl.envs.spaces import Arrays
+
+ENCODER = msgspec.msgpack.Encoder()
+
+
+def main(descriptor: int) -> None:
+    with Connection(descriptor) as pipe, suppress(EOFError, ConnectionError):
+        opening = msgspec.msgpack.decode(pipe.recv_bytes(MOST_BYTES), type=Opening)
+        sys.path[:] = opening.python_path
+        try:
+            slots = Slots(opening.source, opening.source.make())
+        except Exception as error:  # an environment is foreign code, which may raise anything
+            pipe.send_bytes(ENCODER.encode(Ready(reason_of(error))))
+            return
+        pipe.send_bytes(ENCODER.encode(Ready()))
+        requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+        while True:
+            request = requests.decode(pipe.recv_bytes(MOST_BYTES))
+            pipe.send_bytes(ENCODER.encode(answer(slots, request)))
+
+
+def answer(slots: Slots, request: Request) -> Reply:
+    """The reply to a request."""
+    if isinstance(request, StepRequest):
+        result = slots.step(request.slots, slots.codec.from_bytes(request.actions))
+        ends = np.stack([result.terminated, result.truncated, result.success])
+        return Reply(as_bytes(result.observations), result.rewards.tobytes(), ends.tobytes(), result.faults)
+    if isinstance(request, ResetRequest):
+        observations, failures = slots.reset(request.slots, request.seeds, request.options)
+        return Reply(as_bytes(observations), faults=failures)
+    assert isinstance(request, RenderRequest)
+    pictures = slots.render(request.slots)
+    return Reply(pictures=pictures.tobytes(), picture_shape=pictures.shape)
+
+
+def as_bytes(arrays: Arrays) -> dict[str, bytes]:
+    return {key: values.tobytes() for key, values in arrays.items()}
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

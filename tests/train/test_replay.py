@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tests.off_policy import replay_stack, squashed_pipeline, transitions
 from tests.scripted_environment import request
 from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.config.errors import DataError, IncompatibleError, ResumeError
+from unirl.train.backend.health import not_finite
 from unirl.train.replay_stack import ReplayStack, num_updates
 from unirl.train.replay_store import ReplayConfig, ReplayStore
 from unirl.types.rollout_resp import RolloutTrack
@@ -92,6 +93,7 @@ def trained(stack: ReplayStack, *steps: int) -> ReplayStack:
 def test_a_restored_stack_continues_bit_for_bit(settings, tmp_path: Path) -> None:
     first = trained(replay_stack(squashed_pipeline(), **settings), 0, 1)
     first.backend.save(str(tmp_path))
+    assert not_finite(load_file(tmp_path / "kept.safetensors")) == []  # counts are integers
     second = replay_stack(squashed_pipeline(), **settings)
     second.backend.load(str(tmp_path))
     weights = []

@@ -41,6 +41,7 @@ STAGES = (
     "denoising.differentiable",
     "denoising.stage",
     "language.stage",
+    "policies.stage",
 )
 STAGE_CONTRACTS = {"unirl.models." + name for name in STAGES}
 # What a module may import outside its functions: quick to load, and present wherever the package is.

@@ -26,6 +26,7 @@ CRITIC = Run(
 )
 
 REWRITES = Run("pe/pe_trainside_pickscore", 6, (*COMMON, "scale=toy"))
+REPLAY = Run("embodied/pendulum_sac", 8, (*COMMON, "scale=toy", "stack.store.capacity=40"))
 BACKGROUND = Run(PICTURES.recipe, 15, (*PICTURES.overrides, "checkpoint.asynchronous=true", "save_interval=1"))
 
 
@@ -85,3 +86,7 @@ def test_a_killed_run_resumes_both_of_its_policies_bit_for_bit(tmp_path) -> None
     weights = unkilled.outcome["weights"]
     assert {name.partition("/")[0] for name in weights} == {"policy-ar", "policy-diffusion"}  # type: ignore[attr-defined]
     assert unkilled.broken_cases(range(1, 3), tmp_path) == []
+
+
+def test_a_killed_run_resumes_its_replay_store_bit_for_bit(tmp_path) -> None:
+    assert Unkilled.of(REPLAY, tmp_path / "unkilled").broken_cases(range(1, 3), tmp_path) == []

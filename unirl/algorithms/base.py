@@ -5,10 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import TypeVar
 
 from unirl.algorithms.shared.checks import check_coefficients
@@ -162,6 +162,11 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[StageT, SegmentT]):
         The stack calls this only if `needs.totals` is True.
         """
         raise NotImplementedError(f"{type(self).__name__} sets needs.totals and does not implement totals()")
+
+    def build_head(self, stage: StageT, width: int, seed: int) -> nn.Module:
+        """The module that the backend trains beside the policy if `needs.value` is True: the stage's value head."""
+        head: nn.Module = cast(Any, stage).build_value_head(width, seed)
+        return head
 
     def check_sampling(self, sampling: Any) -> None:
         """Raises ConfigError if segments with these sampling settings, of class `sampled_by`, cannot be trained."""

@@ -94,7 +94,7 @@ class TrainStack:
         for name in self.algorithm.needs.snapshots:
             self._provide_snapshot(name)
         if self.algorithm.needs.value:
-            self.stage.value_head = self.backend.provide_value_head(self.stage.build_value_head)
+            self.stage.value_head = self.backend.provide_value_head(partial(self.algorithm.build_head, self.stage))
 
     def _check_settings(self) -> None:
         for name in ("micro_batch_size", "micro_batch_tokens", "num_updates_per_batch", "max_nonfinite_updates"):
@@ -323,7 +323,7 @@ class TrainStack:
         """
         stats = self.backend.step(self.max_grad_norm, total)
         self._check_finite(stats, total)
-        return _update_metrics(stats) if stats.skipped else _update_metrics(stats) | loss_metric(total) | metrics
+        return update_metrics(stats) if stats.skipped else update_metrics(stats) | loss_metric(total) | metrics
 
     def _backward(self, total: Tensor, scale: float, last_rows: bool, loss: Tensor, last_part: bool) -> None:
         """Scale the loss of one part, add it to `total` in place, and pass it to the backend."""
@@ -355,7 +355,7 @@ def loss_metric(total: Tensor) -> Metrics:
     return {"train/loss": Metric(total, 1.0 / current().dp_size, "mean")}
 
 
-def _update_metrics(stats: UpdateStats) -> Metrics:
+def update_metrics(stats: UpdateStats) -> Metrics:
     """Learning rate, skip count and gradient norms of an update. A skipped update has no norms."""
     metrics = {"train/lr": Metric.mean(stats.lr), "train/skipped_updates": Metric.sum(float(stats.skipped))}
     if stats.skipped:

@@ -197,7 +197,11 @@ def updates_of_run(config: RecipeConfig, num_tracks: int) -> int | None:
     decisions = config.sampling.get("max_steps", int)
     if decisions is None:
         return None
-    of_epoch = -(-config.batch_size * config.samples_per_prompt * decisions // size)
+    decisions *= config.batch_size * config.samples_per_prompt
+    per_decision = stack.get("updates_per_decision", float)
+    if per_decision is not None:
+        return int(config.num_rollouts * decisions * per_decision)
+    of_epoch = -(-decisions // size)
     return config.num_rollouts * stack.require("epochs", int) * of_epoch
 
 

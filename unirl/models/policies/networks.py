@@ -129,6 +129,8 @@ class PolicyNetwork(nn.Module):
     actions: ActionSpace
     chunk: int = 1
     """Actions of one decision."""
+    is_squashed: ClassVar[bool] = False
+    """Executed actions lie in (-1, 1), and they and their log-probs are differentiable functions of the noise."""
 
     def forward(
         self,
@@ -275,6 +277,8 @@ class SquashedGaussianPolicy(EncodedPolicy):
     u is recorded, so the log-prob is exact where tanh is saturated:
     log pi(a) = log N(u) - sum log(1 - tanh(u)^2),  log(1 - tanh(u)^2) = 2 (log 2 - u - softplus(-2 u)).
     """
+
+    is_squashed = True
 
     noise = "normal"
 

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -116,6 +116,16 @@ Offloadable = Literal["policy", "optimizer"]
 """`policy` is the trained module, the value head and the snapshots. `optimizer` is the optimizer state."""
 
 
+class Kept(Protocol):
+    """State of one rank that a backend saves beside its own, such as a replay store."""
+
+    def state(self) -> Mapping[str, Tensor]:
+        """The tensors to save, by name. They may be views of tensors that change later."""
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what `state` returned on this rank. Raises ResumeError if it does not fit."""
+
+
 class TrainBackend(ABC):
     """Owns the trainable weights of one bundle: updates, snapshots, gathers, offloads and saves them."""
 
@@ -164,6 +174,10 @@ class TrainBackend(ABC):
         The head is not part of `module` or `trainable`: snapshots do not copy it, and it is never gathered, sent to an
         engine or exported.
         """
+
+    @abstractmethod
+    def keep(self, name: str, kept: Kept) -> None:
+        """Save the state of `kept` with every checkpoint from now on, and restore it with `load`."""
 
     @abstractmethod
     def finish_step(self) -> None:

@@ -20,6 +20,7 @@ from unirl.models.loading.lora import ADAPTER, AdapterCopies, AdapterStart
 from unirl.train.backend import module_setup, state
 from unirl.train.backend.base import (
     BuildHead,
+    Kept,
     LrSchedulerConfig,
     Offloadable,
     OptimizerConfig,
@@ -30,7 +31,7 @@ from unirl.train.backend.health import NonFinite, not_finite
 from unirl.train.backend.optimizer import adamw, empty_moments, load_optimizer, move_optimizer, optimizer_tensors
 from unirl.train.backend.sharding import FSDP2Sharding, Sharding
 from unirl.train.backend.snapshots import LIVE, Snapshots
-from unirl.train.backend.writer import FileWriter, Pieces
+from unirl.train.backend.writer import FileWriter, Piece, Pieces
 from unirl.train.configs import (
     EmaFullConfig,
     EmaLoraConfig,
@@ -96,6 +97,7 @@ class FSDPBackend(TrainBackend):
         """Number of updates that were done when the last training step ended."""
         self.is_sampling = False
         self.writer = FileWriter()
+        self.kept: dict[str, Kept] = {}
         self.aside: list[dict[str, Tensor | None]] = []
         """Gradients that wait for `join_gradients`."""
         self.value_head: nn.Module | None = None
@@ -176,6 +178,9 @@ class FSDPBackend(TrainBackend):
             group = {"params": list(shards.values()), "lr": config.learning_rate, "weight_decay": config.weight_decay}
             self.optimizer.add_param_group(group)
         return self.value_head
+
+    def keep(self, name: str, kept: Kept) -> None:
+        self.kept[name] = kept
 
     @property
     def layouts(self) -> list[Sharding]:
@@ -371,6 +376,8 @@ class FSDPBackend(TrainBackend):
 
     def save(self, directory: str, in_background: bool = False) -> None:
         pieces = {stem: self._pieces(shards) for stem, shards in self._saved_shards().items()}
+        if self.kept:
+            pieces["kept"] = {name: Piece(tensor) for name, tensor in self._kept_tensors().items()}
         snapshots = tuple(sorted(self.snapshots.changing))
         counters = state.Counters(self.updates, self.skipped_in_a_row, state.trained_weights(self.lora), snapshots)
         state.write(Path(directory), pieces, counters, self.rank, self.writer, in_background)
@@ -386,7 +393,12 @@ class FSDPBackend(TrainBackend):
         state.check_match("value head", saved.headers.get("value", {}), head)
         moments = empty_moments(saved.headers["optimizer"], shards)
         state.check_match("optimizer states", saved.headers["optimizer"], self._to_dtensors(moments))
+        kept = self._own_kept(saved)
+        saved.read(kept)
         self._take_over(saved, shards, moments)
+        for name, each in self.kept.items():
+            start = self._kept_prefix(name)
+            each.restore({key.removeprefix(start): value for key, value in kept.items() if key.startswith(start)})
         load_optimizer(self.optimizer, moments, shards)
         self.updates, self.skipped_in_a_row = counters.updates, counters.skipped_in_a_row
         self.finished_updates = self.updates  # checkpoints are written only between steps
@@ -422,6 +434,22 @@ class FSDPBackend(TrainBackend):
         with torch.no_grad():
             for name, tensor in targets.items():
                 tensor.copy_(fresh[name])
+
+    def _kept_prefix(self, name: str) -> str:
+        return f"{self.rank.dp_rank}:{name}:"
+
+    def _kept_tensors(self) -> dict[str, Tensor]:
+        """The state of the objects that are saved beside the weights, on this rank."""
+        states = {self._kept_prefix(name): each.state() for name, each in self.kept.items()}
+        return {f"{start}{key}": value.detach() for start, state in states.items() for key, value in state.items()}
+
+    def _own_kept(self, saved: state.SavedTensors) -> dict[str, Tensor]:
+        """Uninitialised tensors for what this rank saved of `self.kept`."""
+        headers = saved.headers["kept"]
+        names = {start: [n for n in headers if n.startswith(start)] for start in map(self._kept_prefix, self.kept)}
+        empty = [start for start, found in names.items() if not found]
+        state.check_equal("objects beside the weights", empty, [])
+        return {n: torch.empty_like(headers[n], device=CPU) for found in names.values() for n in found}
 
     def _to_dtensors(self, shards: Mapping[str, Tensor]) -> state.Tensors:
         """Convert tensors of the state to DTensors. Each is sharded like the parameter that its name contains."""

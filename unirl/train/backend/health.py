@@ -44,7 +44,7 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     """The names of tensors with an element that is not finite, in order."""
     by_device: dict[torch.device, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        if tensor.numel():  # an empty tensor has no largest value
+        if tensor.numel() and tensor.is_floating_point():  # an empty tensor has no largest value; integers are finite
             by_device.setdefault(tensor.device, {})[name] = tensor.detach()
     bad: set[str] = set()
     for entries in by_device.values():

@@ -4,6 +4,7 @@ weights       parameter name -> live value
 optimizer     parameter name + ".exp_avg" | ".exp_avg_sq" | ".step" -> AdamW's state
 snapshots     snapshot name + ":" + parameter name -> value in the snapshot
 value         parameter name of the value head -> live value; absent without a value head
+kept          rank ":" name of the object ":" tensor -> state of other objects on a rank (`TrainBackend.keep`)
 backend.json  counters, a description of the trained weights and snapshots, and the names of the files
 
 A single rank writes `weights.safetensors`. Rank r of n writes its rows to `weights-0000r-of-0000n.safetensors`.
@@ -30,7 +31,7 @@ from unirl.train.configs import LoraConfig
 
 FORMAT = 2
 COUNTERS = "backend.json"
-STEMS = ("weights", "optimizer", "snapshots", "value")
+STEMS = ("weights", "optimizer", "snapshots", "value", "kept")
 
 Tensors = dict[str, Tensor]
 

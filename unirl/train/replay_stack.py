@@ -1,0 +1,134 @@
+"""Trains on transitions of a replay store: the decisions of a step go in, and updates draw from all that are kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Annotated, ClassVar, cast
+
+import torch
+from msgspec import Meta
+
+from unirl.algorithms.base import START
+from unirl.algorithms.sac import SAC, critics_of
+from unirl.config.errors import DataError, IncompatibleError, InvalidValueError
+from unirl.distributed import current
+from unirl.distributed.group.dispatch import scatter
+from unirl.sde.noise import key_seed
+from unirl.train.replay_store import ReplayConfig, ReplayStore, offline_store
+from unirl.train.stack import TrainStack, loss_metric, merge_ranks, update_metrics
+from unirl.types.progress import progress
+from unirl.types.protocols import TrainingProgress
+from unirl.types.results import Metric, Metrics, TrainStepResult, merge
+from unirl.types.rollout_resp import RolloutTrack
+from unirl.types.segments import ActionSegment
+from unirl.types.transitions import Transitions, transitions_of
+
+
+@dataclass(eq=False)
+class ReplayStack(TrainStack):
+    """Keeps the transitions of all steps, and makes a number of updates for each new decision. One device trains.
+
+    Decisions are the policy's own from the first step on. Updates begin in the step that fills the store to `warmup`.
+    """
+
+    toy: ClassVar[Mapping[str, object]] = {"minibatch_size": 16, "warmup": 8, "updates_per_decision": 0.25}
+
+    _: KW_ONLY
+    store: ReplayConfig = field(default_factory=ReplayConfig)
+    """The replay store."""
+    minibatch_size: Annotated[int, Meta(ge=2)] = 256
+    """Transitions of an update."""
+    updates_per_decision: Annotated[float, Meta(gt=0)] = 1.0
+    """Updates for each decision that a step adds."""
+    warmup: Annotated[int, Meta(ge=1)] = 1000
+    """Transitions in the store before the first update."""
+    offline: str | None = None
+    """A safetensors file of transitions, from which half of every minibatch is drawn (RLPD, arXiv:2302.02948)."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.algorithm, SAC):
+            raise IncompatibleError(
+                f"stack: ReplayStack trains on transitions, and {type(self.algorithm).__name__} on the samples of a "
+                "step. Use unirl.algorithms.sac.SAC, or another stack"
+            )
+        if self.num_updates_per_batch != 1:
+            raise InvalidValueError(
+                f"stack.num_updates_per_batch={self.num_updates_per_batch}: the updates of a step follow from its "
+                "decisions here. Leave it out, and set stack.updates_per_decision"
+            )
+        if current().dp_size > 1:
+            raise IncompatibleError(
+                f"stack: ReplayStack trains on one device, and placement gives it {current().dp_size}, whose stores "
+                "and critics would have to be shared. Set placement.num_devices=1"
+            )
+        super().__post_init__()
+        self.loss: SAC = self.algorithm
+        self.critics = critics_of(self.stage)
+        self.replay = ReplayStore(self.store)
+        self.demonstrations = None if self.offline is None else self._offline(self.offline)
+        self.backend.keep("replay", self.replay)
+        self.backend.keep("critics", self.critics)
+
+    def _offline(self, path: str) -> ReplayStore:
+        store, facts = offline_store(path), self.stage.facts
+        for key, shape in facts.observations.items():
+            found = store.columns.get(f"observations.{key}")
+            if found is None or found.shape[1:] != torch.Size(shape):
+                size = "is missing" if found is None else f"has shape {tuple(found.shape[1:])}"
+                raise DataError(f"stack.offline={path}: observations.{key} {size}, and the policy reads {tuple(shape)}")
+        actions = store.columns["actions"].shape[1:]
+        if actions != torch.Size(self.stage.policy.noise_shape):
+            raise DataError(
+                f"stack.offline={path}: actions have shape {tuple(actions)}, and the policy records "
+                f"{tuple(self.stage.policy.noise_shape)}"
+            )
+        return store
+
+    @scatter(merge_ranks, unread=("decoded",))
+    def train_track(self, track: RolloutTrack, now: TrainingProgress = START) -> TrainStepResult:
+        """Add the decisions of `track`, and make the updates that they pay for."""
+        before = self.replay.added
+        segment = cast(ActionSegment, track.segment)
+        self.replay.add(transitions_of(segment, track.weight, self.loss.gamma, self.store.n_step))
+        count = num_updates(before, self.replay.added, self.updates_per_decision)
+        if len(self.replay) < self.warmup:
+            count = 0
+        results = [self._update_once(count) for _ in range(count)]
+        kept: Metrics = {
+            "replay/size": Metric.mean(float(len(self.replay))),
+            "replay/updates": Metric.mean(float(count)),
+        }
+        if not results:
+            return TrainStepResult((kept,))
+        self.backend.finish_step()
+        return TrainStepResult((merge([results[0], kept]), *results[1:]))
+
+    def _update_once(self, count: int) -> Metrics:
+        """One update. Its draws are a function of the seed of the run and of the number of the update."""
+        number = self.backend.updates
+        generator = torch.Generator().manual_seed(key_seed(self.backend.seed, f"replay{number}"))
+        batch = self._minibatch(generator).to(self.backend.device)
+        loss, parts = self.loss.transition_loss(self.stage, batch, generator)
+        self.backend.backward(loss, last=True)
+        total = loss.detach().double()
+        stats = self.backend.step(self.max_grad_norm, total)
+        self._check_finite(stats, total)
+        progress("update on replayed transitions", count)
+        if stats.skipped:
+            return update_metrics(stats)
+        self.loss.after_update(self.stage)
+        return update_metrics(stats) | loss_metric(total) | self.loss.metrics(parts)
+
+    def _minibatch(self, generator: torch.Generator) -> Transitions:
+        if self.demonstrations is None:
+            return self.replay.sample(self.minibatch_size, generator)
+        half = self.minibatch_size // 2
+        own = self.replay.sample(self.minibatch_size - half, generator)
+        return Transitions.joined(own, self.demonstrations.sample(half, generator))
+
+
+def num_updates(before: int, after: int, per_decision: float) -> int:
+    """Updates that the decisions `before` + 1 to `after` pay for. Fractions add up over steps."""
+    return math.floor(after * per_decision) - math.floor(before * per_decision)

@@ -1,0 +1,105 @@
+"""The replay store: a ring of the newest transitions of a worker, from which updates draw."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from msgspec import Meta
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from unirl.config.errors import DataError, ResumeError
+from unirl.types.transitions import Transitions
+
+ADDED = "added"
+"""The name of the number of transitions that were ever added, among the saved tensors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayConfig:
+    """Settings of a replay store."""
+
+    capacity: Annotated[int, Meta(ge=1)] = 1_000_000
+    """Transitions that a worker keeps. A new one then replaces the oldest."""
+    n_step: Annotated[int, Meta(ge=1)] = 1
+    """Rewards that a transition sums before it bootstraps (Sutton 1988); fewer at the end of an episode."""
+
+
+class ReplayStore:
+    """The newest `capacity` transitions. Memory is taken for all of them when the first one arrives."""
+
+    def __init__(self, config: ReplayConfig) -> None:
+        self.config = config
+        self.columns: dict[str, Tensor] = {}  # name -> [capacity, ...]
+        self.added = 0
+        """Transitions that were ever added."""
+
+    def __len__(self) -> int:
+        return min(self.added, self.config.capacity)
+
+    def add(self, transitions: Transitions) -> None:
+        """Add transitions in their order. Of more than the capacity, the last ones remain."""
+        capacity = self.config.capacity
+        places = torch.arange(self.added, self.added + len(transitions))[-capacity:] % capacity
+        for name, values in transitions.tensors().items():
+            if name not in self.columns:
+                self.columns[name] = torch.zeros(capacity, *values.shape[1:], dtype=values.dtype)
+            self.columns[name][places] = values[-capacity:].cpu()
+        self.added += len(transitions)
+
+    def sample(self, count: int, generator: torch.Generator) -> Transitions:
+        """`count` transitions, uniform with replacement; a function of the generator's seed and of what is stored."""
+        assert self.added, "a store without transitions has nothing to sample"
+        places = torch.randint(len(self), (count,), generator=generator)
+        return Transitions.of_tensors({name: column[places] for name, column in self.columns.items()})
+
+    # The state that a checkpoint contains
+
+    def state(self) -> dict[str, Tensor]:
+        """The stored transitions, and their number."""
+        return {ADDED: torch.tensor(self.added)} | {name: values[: len(self)] for name, values in self.columns.items()}
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what `state` returned. Raises ResumeError if it was of another capacity."""
+        added = int(tensors[ADDED])
+        saved = {name: values for name, values in tensors.items() if name != ADDED}
+        expected = min(added, self.config.capacity)
+        found = [len(values) for values in saved.values() if len(values) != expected]
+        if found:
+            raise ResumeError(
+                f"the checkpoint's replay store holds {found[0]} transitions, where stack.store.capacity="
+                f"{self.config.capacity} would hold {expected}. Resume with the recipe that wrote it, or start again "
+                "with resume=none"
+            )
+        self.columns, self.added = {}, 0
+        if saved:
+            self.add(Transitions.of_tensors(saved))
+        self.added = added
+
+
+def offline_store(path: str) -> ReplayStore:
+    """The transitions of a safetensors file, whose tensors have the names of `Transitions.tensors`.
+
+    Raises:
+        DataError: the file is missing, or its tensors are not transitions.
+    """
+    way_out = "Give a safetensors file with observations.KEY, actions, rewards, discounts and following.KEY"
+    if not Path(path).expanduser().is_file():
+        raise DataError(f"stack.offline={path}: there is no such file. {way_out}")
+    try:
+        tensors = load_file(Path(path).expanduser())
+        transitions = Transitions.of_tensors(tensors)
+    except (SafetensorError, KeyError) as error:
+        raise DataError(f"stack.offline={path} does not hold transitions ({error}). {way_out}") from error
+    sizes = {name: len(values) for name, values in transitions.tensors().items()}
+    keys = transitions.observations.keys()
+    if len(set(sizes.values())) != 1 or not len(transitions) or keys != transitions.following.keys():
+        raise DataError(f"stack.offline={path}: its tensors have {sizes} rows, which must be equal. {way_out}")
+    store = ReplayStore(ReplayConfig(capacity=len(transitions)))
+    store.add(transitions)
+    return store

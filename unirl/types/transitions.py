@@ -1,0 +1,87 @@
+"""Transitions of environments: what off-policy losses learn from, and how they come from recorded episodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from unirl.types.environments import Observations
+from unirl.types.segments import ActionSegment
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transitions:
+    """N transitions (o, a, R, o'): a decision, the reward of n steps, and the observation that follows them."""
+
+    observations: Observations  # key -> [N, *shape]
+    actions: Tensor  # [N, ...] in the form in which the policy recorded them
+    rewards: Tensor  # [N] float32, R = sum over k < n of gamma^k r_k
+    discounts: Tensor  # [N] float32, gamma^n of the value of `following`; 0 where the episode reached an end
+    following: Observations  # key -> [N, *shape]
+
+    def __len__(self) -> int:
+        return len(self.rewards)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by name, such as `observations.state`. `of_tensors` reads them."""
+        named: dict[str, Tensor] = {}
+        for field in fields(self):
+            value = vars(self)[field.name]
+            named |= (
+                {f"{field.name}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {field.name: value}
+            )
+        return named
+
+    @classmethod
+    def of_tensors(cls, tensors: dict[str, Tensor]) -> Transitions:
+        """The transitions that `tensors` holds."""
+        pictured: dict[str, Observations] = {"observations": {}, "following": {}}
+        for name, value in tensors.items():
+            group, _, key = name.partition(".")
+            if key:
+                pictured[group][key] = value
+        plain = {name: tensors[name] for name in ("actions", "rewards", "discounts")}
+        return cls(observations=pictured["observations"], following=pictured["following"], **plain)
+
+    def to(self, device: torch.device) -> Transitions:
+        """The transitions on another device."""
+        return Transitions.of_tensors({name: value.to(device) for name, value in self.tensors().items()})
+
+    @staticmethod
+    def joined(first: Transitions, second: Transitions) -> Transitions:
+        """Both, one after the other."""
+        later = second.tensors()
+        return Transitions.of_tensors({n: torch.cat([value, later[n]]) for n, value in first.tensors().items()})
+
+
+def transitions_of(segment: ActionSegment, weight: Tensor, gamma: float, n_step: int = 1) -> Transitions:
+    """One transition for every decision of the rows of weight > 0, in order. A window of n steps ends with its episode.
+
+    Args:
+        weight: [B] of the rows.
+        gamma: discount of one decision.
+        n_step: n >= 1, the most rewards of a transition.
+    """
+    counted = segment.loss_mask & (weight.cpu() > 0).repeat_interleave(segment.lengths.cpu()).to(
+        segment.loss_mask.device
+    )
+    start = torch.nonzero(counted)[:, 0]
+    ends = torch.nonzero(segment.ends)[:, 0]
+    last = ends[torch.searchsorted(ends, start)]  # the end of the episode of each decision
+    stop = torch.minimum(start + n_step, last + 1)  # the element after the window
+    rewards = torch.zeros(len(start), dtype=torch.float32, device=start.device)
+    for k in range(n_step):
+        place = torch.minimum(start + k, last)
+        rewards += torch.where(start + k <= last, gamma**k * segment.rewards[place].float(), 0.0)
+    terminated = segment.terminated[stop - 1]
+    discounts = torch.where(terminated, 0.0, torch.tensor(gamma, dtype=torch.float64) ** (stop - start)).float()
+    after = torch.where(terminated, stop - 1, stop)  # its value does not count after an end
+    return Transitions(
+        observations={key: value[start] for key, value in segment.observations.items()},
+        actions=segment.actions[start],
+        rewards=rewards,
+        discounts=discounts,
+        following={key: value[after] for key, value in segment.observations.items()},
+    )

@@ -102,7 +102,7 @@ class SAC(StageAlgorithm[ActionStage, ActionSegment]):
 
     def transition_loss(
         self, stage: ActionStage, batch: Transitions, generator: torch.Generator
-    ) -> tuple[Float[Tensor, ""], Mapping[str, Tensor]]:
+    ) -> tuple[Float[Tensor, ""], Mapping[str, Float[Tensor, ""]]]:
         """The sum of the three losses [], and its parts by name.
 
         Args:
@@ -153,7 +153,7 @@ class SAC(StageAlgorithm[ActionStage, ActionSegment]):
         if self.target == "polyak":
             critics_of(stage).move_targets(self.tau)
 
-    def metrics(self, parts: Mapping[str, Tensor]) -> Metrics:
+    def metrics(self, parts: Mapping[str, Float[Tensor, ""]]) -> Metrics:
         """The metrics of an update, from the parts of its loss."""
         return {
             "train/q_loss": Metric.mean(parts["critic"]),

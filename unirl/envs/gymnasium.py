@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -34,8 +33,6 @@ from unirl.types.environments import (
 if TYPE_CHECKING:
     import gymnasium
 
-NONE: Mapping[str, object] = MappingProxyType({})
-
 
 class GymnasiumEnvironment:
     """Slots with environments of `gymnasium.make(id)`, in this process or in worker processes.
@@ -51,7 +48,7 @@ class GymnasiumEnvironment:
         self,
         *,
         id: str,
-        kwargs: Mapping[str, object] = NONE,
+        kwargs: Mapping[str, object] | None = None,
         workers: Annotated[int, msgspec.Meta(ge=0)] = 0,
         max_steps: Annotated[int, msgspec.Meta(ge=1)] | None = None,
         observation_keys: tuple[str, ...] = (),
@@ -80,7 +77,7 @@ class GymnasiumEnvironment:
         need("gymnasium", by=f"{type(self).__name__} (id={id})", extra="embodied")
         source = Source(
             id=id,
-            kwargs=dict(kwargs),
+            kwargs=dict(kwargs or {}),
             max_steps=max_steps,
             observation_keys=tuple(observation_keys),
             frame_stack=frame_stack,

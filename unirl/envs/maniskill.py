@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -15,8 +14,6 @@ from unirl.envs.slots import Source
 
 if TYPE_CHECKING:
     import gymnasium
-
-NONE: Mapping[str, object] = MappingProxyType({})
 
 
 class ManiSkillEnvironment(GymnasiumEnvironment):
@@ -30,7 +27,7 @@ class ManiSkillEnvironment(GymnasiumEnvironment):
         self,
         *,
         id: str,
-        kwargs: Mapping[str, object] = NONE,
+        kwargs: Mapping[str, object] | None = None,
         workers: Annotated[int, msgspec.Meta(ge=0)] = 0,
         max_steps: Annotated[int, msgspec.Meta(ge=1)] | None = None,
         timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0,
@@ -48,7 +45,7 @@ class ManiSkillEnvironment(GymnasiumEnvironment):
             InvalidValueError: 2004, an unknown id.
         """
         need("mani_skill", "sapien", by=f"{type(self).__name__} (id={id})", extra="maniskill")
-        source = Source(id=id, kwargs=dict(kwargs), maker="unirl.envs.maniskill:make_task", max_steps=max_steps)
+        source = Source(id=id, kwargs=dict(kwargs or {}), maker="unirl.envs.maniskill:make_task", max_steps=max_steps)
         self._open(source, workers, timeout_s)
 
 

@@ -50,7 +50,7 @@ class RenderRequest(msgspec.Struct, frozen=True, tag="render"):
 Request = ResetRequest | StepRequest | RenderRequest
 
 
-class Reply(msgspec.Struct, frozen=True):
+class SlotsReply(msgspec.Struct, frozen=True):
     """The answer to any request. Fields that it does not need are empty."""
 
     observations: dict[str, bytes] = {}

@@ -88,6 +88,8 @@ def make_task(task: str, *, render_mode: str | None) -> gymnasium.Env[Any, Any]:
     environment._freeze_rand_vec = False
     environment.seeded_rand_vec = True
     environment._partially_observable = False
+    # It is cached with a goal of zeros, to which every observation after the first would be clipped.
+    del environment.sawyer_observation_space
     return SeededTask(environment)
 
 

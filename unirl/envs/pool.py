@@ -16,17 +16,26 @@ import msgspec
 import numpy as np
 
 from unirl.distributed.group.reaper import kill_on_exit
-from unirl.envs.messages import MOST_BYTES, Opening, Ready, RenderRequest, Reply, Request, ResetRequest, StepRequest
+from unirl.envs.messages import (
+    MOST_BYTES,
+    Opening,
+    Ready,
+    RenderRequest,
+    Request,
+    ResetRequest,
+    SlotsReply,
+    StepRequest,
+)
 from unirl.envs.slots import Source, StepArrays
 from unirl.envs.spaces import Array, Arrays, Codec, Reader, empty_rows
 
 START_S = 300.0
 """Seconds that a process may take to import its libraries and to make its first environment."""
 ENCODER = msgspec.msgpack.Encoder()
-REPLIES = msgspec.msgpack.Decoder(Reply)
+REPLIES = msgspec.msgpack.Decoder(SlotsReply)
 
 
-class WorkerFailure(Exception):
+class EnvironmentProcessError(Exception):
     """A worker died, or is late and was killed. The message says which."""
 
 
@@ -51,17 +60,20 @@ class EnvironmentWorker:
         self._is_ready = False
 
     def send(self, request: Request) -> None:
-        """Raises WorkerFailure if the process is gone, or cannot make an environment."""
+        """Raises EnvironmentProcessError if the process is gone, or cannot make an environment."""
         if not self._is_ready:
             ready = msgspec.msgpack.decode(self._receive(time.monotonic() + START_S, START_S), type=Ready)
             if ready.reason:
                 self.close()
-                raise WorkerFailure(ready.reason)
+                raise EnvironmentProcessError(ready.reason)
             self._is_ready = True
         self._send(ENCODER.encode(request))
 
-    def reply(self, deadline: float, limit_s: float) -> Reply:
-        """The answer to the last request. Raises WorkerFailure if none comes until `deadline`, which is in limit_s."""
+    def reply(self, deadline: float, limit_s: float) -> SlotsReply:
+        """The answer to the last request.
+
+        Raises EnvironmentProcessError if none comes until `deadline`, which is in `limit_s` seconds.
+        """
         return REPLIES.decode(self._receive(deadline, limit_s))
 
     def close(self) -> None:
@@ -79,9 +91,11 @@ class EnvironmentWorker:
         except (EOFError, OSError):
             status = self._process.wait()
             self.close()
-            raise WorkerFailure(f"the worker process of the environment ended (status {status})") from None
+            raise EnvironmentProcessError(f"the worker process of the environment ended (status {status})") from None
         self.close()
-        raise WorkerFailure(f"the environment did not answer within {limit_s:g} s; its worker process was killed")
+        raise EnvironmentProcessError(
+            f"the environment did not answer within {limit_s:g} s; its worker process was killed"
+        )
 
 
 def _end(process: subprocess.Popen[bytes], reaper: subprocess.Popen[bytes], pipe: Connection) -> None:
@@ -115,7 +129,7 @@ class WorkerPool:
         def request(rows: Sequence[int]) -> Request:
             return ResetRequest([slots[r] for r in rows], [seeds[r] for r in rows], [dict(options[r]) for r in rows])
 
-        def read(rows: Sequence[int], reply: Reply) -> None:
+        def read(rows: Sequence[int], reply: SlotsReply) -> None:
             self._read_observations(observations, rows, reply)
             failures.update({rows[place]: reason for place, reason in reply.faults.items()})
 
@@ -135,7 +149,7 @@ class WorkerPool:
         def request(rows: Sequence[int]) -> Request:
             return StepRequest([slots[row] for row in rows], np.ascontiguousarray(actions[rows]).tobytes())
 
-        def read(rows: Sequence[int], reply: Reply) -> None:
+        def read(rows: Sequence[int], reply: SlotsReply) -> None:
             self._read_observations(result.observations, rows, reply)
             result.rewards[rows] = np.frombuffer(reply.rewards, np.float32)
             ends = np.frombuffer(reply.ends, bool).reshape(3, len(rows))
@@ -153,7 +167,7 @@ class WorkerPool:
         """[B, 3, H, W] uint8 pictures of the slots."""
         pictures: dict[int, Array] = {}
 
-        def read(rows: Sequence[int], reply: Reply) -> None:
+        def read(rows: Sequence[int], reply: SlotsReply) -> None:
             drawn = np.frombuffer(reply.pictures, np.uint8).reshape(reply.picture_shape)
             pictures.update(zip(rows, drawn, strict=True))
 
@@ -175,7 +189,7 @@ class WorkerPool:
         slots: Sequence[int],
         rows: Sequence[int],
         request: Callable[[Sequence[int]], Request],
-        read: Callable[[Sequence[int], Reply], None],
+        read: Callable[[Sequence[int], SlotsReply], None],
     ) -> dict[int, str]:
         """Send each worker one request for its rows, and read the replies. Returns the reasons of failures by row."""
         shares: dict[int, list[int]] = {}
@@ -192,13 +206,13 @@ class WorkerPool:
             try:
                 worker.send(request(share))
                 asked[number] = worker
-            except WorkerFailure as failure:
+            except EnvironmentProcessError as failure:
                 failed |= self._drop(number, share, str(failure))
         deadline = time.monotonic() + self._timeout_s
         for number, worker in asked.items():
             try:
                 read(shares[number], worker.reply(deadline, self._timeout_s))
-            except WorkerFailure as failure:
+            except EnvironmentProcessError as failure:
                 failed |= self._drop(number, shares[number], str(failure))
         return failed
 
@@ -210,7 +224,7 @@ class WorkerPool:
         self._workers[number] = None
         return dict.fromkeys(share, reason)
 
-    def _read_observations(self, into: Arrays, rows: Sequence[int], reply: Reply) -> None:
+    def _read_observations(self, into: Arrays, rows: Sequence[int], reply: SlotsReply) -> None:
         for key, reader in self.readers.items():
             values = np.frombuffer(reply.observations[key], reader.dtype)
             into[key][rows] = values.reshape(len(rows), *reader.shape)

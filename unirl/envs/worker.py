@@ -12,7 +12,16 @@ from multiprocessing.connection import Connection
 import msgspec
 import numpy as np
 
-from unirl.envs.messages import MOST_BYTES, Opening, Ready, RenderRequest, Reply, Request, ResetRequest, StepRequest
+from unirl.envs.messages import (
+    MOST_BYTES,
+    Opening,
+    Ready,
+    RenderRequest,
+    Request,
+    ResetRequest,
+    SlotsReply,
+    StepRequest,
+)
 from unirl.envs.slots import Slots, reason_of
 from unirl.envs.spaces import Arrays
 
@@ -35,18 +44,18 @@ def main(descriptor: int) -> None:
             pipe.send_bytes(ENCODER.encode(answer(slots, request)))
 
 
-def answer(slots: Slots, request: Request) -> Reply:
+def answer(slots: Slots, request: Request) -> SlotsReply:
     """The reply to a request."""
     if isinstance(request, StepRequest):
         result = slots.step(request.slots, slots.codec.from_bytes(request.actions))
         ends = np.stack([result.terminated, result.truncated, result.success])
-        return Reply(as_bytes(result.observations), result.rewards.tobytes(), ends.tobytes(), result.faults)
+        return SlotsReply(as_bytes(result.observations), result.rewards.tobytes(), ends.tobytes(), result.faults)
     if isinstance(request, ResetRequest):
         observations, failures = slots.reset(request.slots, request.seeds, request.options)
-        return Reply(as_bytes(observations), faults=failures)
+        return SlotsReply(as_bytes(observations), faults=failures)
     assert isinstance(request, RenderRequest)
     pictures = slots.render(request.slots)
-    return Reply(pictures=pictures.tobytes(), picture_shape=pictures.shape)
+    return SlotsReply(pictures=pictures.tobytes(), picture_shape=pictures.shape)
 
 
 def as_bytes(arrays: Arrays) -> dict[str, bytes]:

@@ -34,6 +34,7 @@ class ReplayStack(TrainStack):
     """
 
     toy: ClassVar[Mapping[str, object]] = {"minibatch_size": 16, "warmup": 8, "updates_per_decision": 0.25}
+    trains: ClassVar[type] = SAC
 
     _: KW_ONLY
     store: ReplayConfig = field(default_factory=ReplayConfig)
@@ -48,11 +49,6 @@ class ReplayStack(TrainStack):
     """A safetensors file of transitions, from which half of every minibatch is drawn (RLPD, arXiv:2302.02948)."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.algorithm, SAC):
-            raise IncompatibleError(
-                f"stack: ReplayStack trains on transitions, and {type(self.algorithm).__name__} on the samples of a "
-                "step. Use unirl.algorithms.sac.SAC, or another stack"
-            )
         if self.num_updates_per_batch != 1:
             raise InvalidValueError(
                 f"stack.num_updates_per_batch={self.num_updates_per_batch}: the updates of a step follow from its "
@@ -64,7 +60,7 @@ class ReplayStack(TrainStack):
                 "and critics would have to be shared. Set placement.num_devices=1"
             )
         super().__post_init__()
-        self.loss: SAC = self.algorithm
+        self.loss = cast(SAC, self.algorithm)
         self.critics = critics_of(self.stage)
         self.replay = ReplayStore(self.store)
         self.demonstrations = None if self.offline is None else self._offline(self.offline)

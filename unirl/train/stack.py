@@ -60,6 +60,8 @@ class TrainStack:
     """
 
     toy: ClassVar[Mapping[str, object]] = {"micro_batch_size": 2}
+    trains: ClassVar[type] = StageAlgorithm
+    """The losses that this kind of stack can train."""
 
     backend: TrainBackend
     algorithm: StageAlgorithm[Any]
@@ -97,6 +99,12 @@ class TrainStack:
             self.stage.value_head = self.backend.provide_value_head(partial(self.algorithm.build_head, self.stage))
 
     def _check_settings(self) -> None:
+        if not isinstance(self.algorithm, self.trains):
+            raise IncompatibleError(
+                f"stack: {type(self).__name__} trains losses of the kind {self.trains.__name__}, and algorithm is "
+                f"{type(self.algorithm).__name__}. Use another stack, such as unirl.train.stack.TrainStack, or a loss "
+                f"of {self.trains.__module__}"
+            )
         for name in ("micro_batch_size", "micro_batch_tokens", "num_updates_per_batch", "max_nonfinite_updates"):
             if vars(self)[name] not in (None, "auto") and vars(self)[name] < 1:
                 raise InvalidValueError(f"stack.{name} must be >= 1, got {vars(self)[name]}")

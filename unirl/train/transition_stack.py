@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, cast
 
 import torch
 from msgspec import Meta
@@ -34,6 +34,7 @@ class TransitionStack(TrainStack):
     """
 
     toy: ClassVar[Mapping[str, object]] = {"minibatch_size": 16, "epochs": 2}
+    trains: ClassVar[type] = TokenCritic
 
     _: KW_ONLY
     epochs: Annotated[int, Meta(ge=1)] = 10
@@ -48,13 +49,7 @@ class TransitionStack(TrainStack):
                 f"stack.num_updates_per_batch={self.num_updates_per_batch}: this stack cuts a step into minibatches by "
                 "itself. Leave it out, and set stack.epochs and stack.minibatch_size"
             )
-        if not isinstance(self.algorithm, TokenCritic):
-            raise IncompatibleError(
-                f"stack: TransitionStack trains single decisions, and {type(self.algorithm).__name__} gives credit to "
-                "whole rows. Use unirl.train.stack.TrainStack, or a loss with a value head, such as "
-                "unirl.algorithms.action_ppo.ActionPPO"
-            )
-        self.credit: TokenCritic = self.algorithm
+        self.credit = cast(TokenCritic, self.algorithm)
 
     @scatter(merge_ranks, unread=("decoded",))
     def train_track(self, track: RolloutTrack, now: TrainingProgress = START) -> TrainStepResult:

@@ -14,7 +14,7 @@ from unirl.config.errors import IncompatibleError
 from unirl.types.environments import Observations
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Float, Shaped
 
 Weights = Literal["live", "fixed", "target"]
 EPSILON = 1e-5
@@ -51,7 +51,7 @@ class RunningNorm(nn.Module):
         self.register_buffer("variance", torch.ones(members, 1, width))
         self.register_buffer("count", torch.zeros(()))
 
-    def batch(self, x: Tensor) -> Tensor:
+    def batch(self, x: Float[Tensor, "E N D"]) -> Float[Tensor, "E N D"]:
         """Normalized by the statistics of the batch, which it adds to the running ones."""
         running_mean, running_variance = self.get_buffer("mean"), self.get_buffer("variance")
         mean, variance = x.mean(1, keepdim=True), x.var(1, keepdim=True, unbiased=False)
@@ -67,7 +67,7 @@ class RunningNorm(nn.Module):
             self.get_buffer("count").add_(1)
         return normal
 
-    def fixed(self, x: Tensor) -> Tensor:
+    def fixed(self, x: Float[Tensor, "E N D"]) -> Float[Tensor, "E N D"]:
         """Normalized by the running statistics."""
         return (x - self.get_buffer("mean")) / (self.get_buffer("variance") + EPSILON).sqrt()
 
@@ -122,12 +122,12 @@ class Critics(nn.Module):
         """The parameters of the critics, without the temperature."""
         return {name: parameter for name, parameter in self.named_parameters() if name != "log_alpha"}
 
-    def inputs(self, observations: Observations, actions: Tensor) -> Tensor:
+    def inputs(self, observations: Observations, actions: Float[Tensor, "N *action"]) -> Float[Tensor, "N D"]:
         """[N, size] the observations of N states and the actions there, side by side."""
         return torch.cat([*[observations[key].float().flatten(1) for key in self.keys], actions.flatten(1)], dim=1)
 
     def forward(
-        self, inputs: Tensor, weights: Weights = "live", batch_statistics: bool = False
+        self, inputs: Float[Tensor, "N D"], weights: Weights = "live", batch_statistics: bool = False
     ) -> Float[Tensor, "E N"]:
         """Values [E, N] of `inputs` [N, size].
 
@@ -175,11 +175,11 @@ class Critics(nn.Module):
 
     # The state beside the trained parameters
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self) -> dict[str, Shaped[Tensor, "..."]]:
         """Target networks and running statistics."""
         return dict(self.named_buffers())
 
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+    def restore(self, tensors: Mapping[str, Shaped[Tensor, "..."]]) -> None:
         """Take over what `state` returned."""
         for name, buffer in self.named_buffers():
             buffer.copy_(tensors[name])

@@ -1,4 +1,4 @@
-"""`unirl quickstart [llm|vlm|pe]`: trains a built-in recipe on a CPU, reports the result, checks for improvement."""
+"""`unirl quickstart [llm|vlm|pe|embodied]`: trains a built-in recipe on a CPU, reports the result, checks for improvement."""
 
 import json
 from collections.abc import Sequence
@@ -16,7 +16,13 @@ from unirl.config.failures import Session
 from unirl.trainer.run_folder import continuation
 
 RECIPE = "diffusion/quickstart"
-PROMISES = {RECIPE: 0.15, "llm/quickstart": 0.2, "vlm/quickstart": 0.1, "pe/quickstart": 0.2}
+PROMISES = {
+    RECIPE: 0.15,
+    "llm/quickstart": 0.2,
+    "vlm/quickstart": 0.1,
+    "pe/quickstart": 0.2,
+    "embodied/quickstart": 50.0,
+}
 """Smallest rise of the held-out reward for any seed, by recipe. Other recipes must not fall."""
 NEUTRAL = ("sampling.seed=", "run.", "tracking.", "save_interval=", "keep_checkpoints=", "resume=")
 """Settings that do not affect the expected rise."""

@@ -58,15 +58,15 @@ class TransitionStack(TrainStack):
         placed = [self._placed(micro).sampled_as(PackedSegment) for micro in work.updates[0]]
         rows = RolloutTrack.concat([self.credit.credited(micro, work.now) for micro in placed])
         size = max(self.minibatch_size // current().dp_size, 1)
-        counted = torch.nonzero(counted_elements(rows))[:, 0]
+        counted = torch.nonzero(counted_elements(rows).cpu())[:, 0]
         # Every rank makes as many updates as the one with the most decisions.
         [count] = current().max_over_dp([-(-len(counted) // size)])
         results: list[Metrics] = []
         for _ in range(self.epochs):
             seed = key_seed(self.backend.seed, f"minibatches{self.backend.updates}")
-            order = counted[permutation(len(counted), seed).to(counted.device)]
+            order = counted[permutation(len(counted), seed)]
             for i in range(count):
-                part = single_elements(rows, order[i * size : (i + 1) * size], filler=counted[:1])
+                part = single_elements(rows, order[i * size : (i + 1) * size])
                 results.append(self.update([part], work.now, first=not results))
         results[0] = merge([results[0], work.parity])
         self.backend.finish_step()
@@ -77,7 +77,7 @@ def counted_elements(rows: RolloutTrack[PackedSegment]) -> Tensor:
     """[sum L] bool, elements of rows of weight > 0 that are not context."""
     segment = rows.segment
     lengths = to_device(segment.lengths, segment.loss_mask.device)
-    return segment.loss_mask & (rows.weight > 0).repeat_interleave(lengths)
+    return segment.loss_mask & (rows.weight > 0).repeat_interleave(lengths, output_size=len(segment.loss_mask))
 
 
 def permutation(count: int, seed: int) -> Tensor:
@@ -85,24 +85,25 @@ def permutation(count: int, seed: int) -> Tensor:
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
 
 
-def single_elements(rows: RolloutTrack[PackedSegment], chosen: Tensor, filler: Tensor) -> RolloutTrack:
+def single_elements(rows: RolloutTrack[PackedSegment], chosen: Tensor) -> RolloutTrack:
     """A track whose rows are single elements of packed rows.
 
     Args:
-        chosen: [n] positions in the packed fields. With none, the result is one element of weight 0.
-        filler: [1] the position of that element.
+        chosen: [n] positions in the packed fields, on the CPU. With none, the result is one element of weight 0.
     """
     segment = rows.segment
-    taken = chosen if len(chosen) else filler
-    row = torch.searchsorted(to_device(segment.offsets, taken.device), taken, right=True) - 1
+    taken = chosen if len(chosen) else torch.zeros(1, dtype=torch.int64)
+    row = torch.searchsorted(segment.offsets, taken, right=True) - 1
     packed = {name: take_rows(value, taken) for name, value in segment.packed_fields().items()}
-    weight = rows.weight[row] * float(bool(len(chosen)))
+    weight = take_rows(rows.weight, row) * float(bool(len(chosen)))
     ids = [rows.sample_ids[i] for i in row.tolist()]
     return RolloutTrack(
         sample_ids=ids,
         group_ids=ids,
         conditions={name: condition.select(row.tolist()) for name, condition in rows.conditions.items()},
-        segment=segment.replace(**packed, offsets=torch.arange(len(taken) + 1), finished=segment.finished[row.cpu()]),
+        segment=segment.replace(
+            **packed, offsets=torch.arange(len(taken) + 1), finished=take_rows(segment.finished, row)
+        ),
         weight=weight,
-        weight_version=rows.weight_version[row],
+        weight_version=take_rows(rows.weight_version, row),
     )

@@ -3,7 +3,7 @@
     python scripts/pretrain_policy_quickstart.py          # half a minute; needs metaworld
 
 Four demonstrations of Meta-World's scripted expert on reach-v3, with noise on its actions, train a flow policy that
-decides on 5 actions at a time. It is a beginner: within 50 steps it reaches about a quarter of the goals. The result is
+decides on 5 actions at a time. It is a beginner: within 50 steps it reaches about a tenth of the goals. The result is
 unirl/models/policies/quickstart, which ships with the package.
 """
 

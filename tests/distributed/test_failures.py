@@ -173,7 +173,8 @@ def test_a_frozen_worker_is_found_by_the_durations_of_earlier_calls_and_a_slow_o
     ray_pool.stack_dir = tmp_path
     begin = time.monotonic()
     try:
-        with pytest.raises(StallError, match=rf"no progress for 2 s on rank 1, .*pid {frozen}\)"):
+        # The limit is ten medians of the earlier calls, and these take longer on a busy machine.
+        with pytest.raises(StallError, match=rf"no progress for \d+ s on rank 1, .*pid {frozen}\)"):
             submit(camera.nap, 0.01).result(600.0)
     finally:
         ray_pool.stack_dir = None

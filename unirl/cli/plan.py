@@ -23,6 +23,7 @@ from unirl.plan.fit import best_changes, items_text, moment_peaks, usable
 from unirl.plan.geometry import count_of, geometry_table
 from unirl.plan.machine import CERTAIN
 from unirl.plan.micro_batch import with_auto_micro
+from unirl.plan.placement import plan_of
 from unirl.plan.preflight import trainer_class
 from unirl.plan.saves import copied_for_saves
 from unirl.plan.sizes import RecipeSizes, RunSizes, WeightTransfer, resident_parts, sizes_of_policies
@@ -59,6 +60,9 @@ def show_plan(name: str, overrides: Sequence[str], as_json: bool = False, device
     if device is None:
         say_crowded(recipe)
     sizes = sizes_of_policies(recipe)
+    if not as_json and any(each.run is None for each in sizes.values()):
+        print("\n\n".join(_unsized_text(recipe.alone(policy)) for policy in recipe.policies))
+        return 0
     total = Total({policy: run_on(chosen, each) for policy, each in sizes.items()}, chosen)
     if as_json:
         facts = {policy: plan_facts(recipe.alone(policy), sizes[policy], chosen) for policy in recipe.policies}
@@ -203,6 +207,19 @@ def run_on(device: Device, sizes: RecipeSizes) -> RunSizes:
         )
     run = with_auto_tiling(sizes.run, sizes.config, device.memory_gib)
     return with_auto_micro(run, device, device.memory_gib)
+
+
+def _unsized_text(recipe: Recipe) -> str:
+    """The plan of a policy whose bundle cannot say the size of its model: neither memory nor time."""
+    return "\n".join(
+        [
+            f"{recipe.file.name}   {recipe.file.path}",
+            geometry_table(recipe.config),
+            f"placement  {plan_of(recipe.config).describe()}",
+            f"parameters not counted: {recipe.config.bundle.class_name} cannot say the size of its model without",
+            "           loading it. A run prints the seconds of each phase and the memory in use",
+        ]
+    )
 
 
 def _policy_text(recipe: Recipe, sizes: RecipeSizes, device: str | None) -> str:

@@ -1,4 +1,4 @@
-"""`unirl quickstart [llm|vlm|pe|embodied]`: trains a built-in recipe on a CPU, reports the result, checks for improvement."""
+"""`unirl quickstart [llm|vlm|pe|embodied]`: trains a built-in recipe on a CPU, and checks that it improved."""
 
 import json
 from collections.abc import Sequence

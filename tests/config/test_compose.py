@@ -180,7 +180,8 @@ def test_a_cycle_of_recipes_is_refused_with_its_links(examples):
 def test_a_base_of_several_domains_must_be_named_with_its_domain(tmp_path):
     (tmp_path / "mine.yaml").write_text("defaults: [quickstart, _self_]\n")
     with pytest.raises(
-        ConfigError, match="Write one of diffusion/quickstart, llm/quickstart, pe/quickstart, vlm/quickstart"
+        ConfigError,
+        match="Write one of diffusion/quickstart, embodied/quickstart, llm/quickstart, pe/quickstart, vlm/quickstart",
     ):
         compose(str(tmp_path / "mine.yaml"))
 
@@ -318,7 +319,11 @@ def test_path_variables_work_with_any_recipe(monkeypatch):
     for recipe in list_recipes():
         loaded = load(recipe.name)
         keys = {key: f"diffusion.{key}" if key == "bundle.path" and "ar" in loaded.policies else key for key in values}
-        assert {key: loaded.value(keys[key]) for key in values} == values, recipe.name
+        if recipe.name.startswith("embodied/"):  # starts of episodes come from no file, and new weights neither
+            keys = {key: name for key, name in keys.items() if key not in ("bundle.path", "data_source.data_path")}
+        assert {key: loaded.value(name) for key, name in keys.items()} == {key: values[key] for key in keys}, (
+            recipe.name
+        )
 
 
 def test_the_command_line_beats_the_environment_and_that_the_recipe(examples, monkeypatch):

@@ -67,7 +67,7 @@ class GymnasiumEnvironment:
             observation_keys: keys of a Dict observation that the policy sees. Empty: all of them.
             frame_stack: number of newest observations that are joined along their first axis.
             timeout_s: seconds that an environment in a worker may take for a reset or a step.
-            render: draw pictures of the episodes, in addition to observations.
+            render: draw images of the episodes, in addition to observations.
 
         Raises:
             DependencyError: 3001, a library is missing.
@@ -137,7 +137,7 @@ class GymnasiumEnvironment:
         )
 
     def render(self, slots: Sequence[int]) -> Tensor | None:
-        """[B, 3, H, W] uint8 pictures of the slots. None unless `render` is set."""
+        """[B, 3, H, W] uint8 images of the slots. None unless `render` is set."""
         return torch.from_numpy(self._slots.render(slots)) if self._source.render else None
 
     def close(self) -> None:

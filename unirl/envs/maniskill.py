@@ -61,7 +61,7 @@ def make_task(task: str, *, render_mode: str | None, **kwargs: object) -> gymnas
 
 
 def leave_out_what_is_visible() -> None:
-    """Make SAPIEN build bodies without materials and pictures, in this process."""
+    """Make SAPIEN build bodies without materials and images, in this process."""
     import sapien
     from sapien.wrapper.actor_builder import ActorBuilder
 

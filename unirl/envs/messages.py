@@ -59,5 +59,5 @@ class SlotsReply(msgspec.Struct, frozen=True):
     """[3, B] bool: terminated, truncated, success."""
     faults: dict[int, str] = {}
     """The reason by row of the request."""
-    pictures: bytes = b""
-    picture_shape: tuple[int, ...] = ()
+    images: bytes = b""
+    image_shape: tuple[int, ...] = ()

@@ -45,7 +45,7 @@ class MetaWorldEnvironment(GymnasiumEnvironment):
             max_steps: number of steps after which an episode is truncated.
             frame_stack: number of newest observations that are joined along their first axis.
             timeout_s: seconds that an environment in a worker may take for a reset or a step.
-            render: draw pictures of the episodes.
+            render: draw images of the episodes.
 
         Raises:
             DependencyError: 3001, metaworld is not installed.

@@ -164,17 +164,17 @@ class WorkerPool:
         return result
 
     def render(self, slots: Sequence[int]) -> Array:
-        """[B, 3, H, W] uint8 pictures of the slots."""
-        pictures: dict[int, Array] = {}
+        """[B, 3, H, W] uint8 images of the slots."""
+        images: dict[int, Array] = {}
 
         def read(rows: Sequence[int], reply: SlotsReply) -> None:
-            drawn = np.frombuffer(reply.pictures, np.uint8).reshape(reply.picture_shape)
-            pictures.update(zip(rows, drawn, strict=True))
+            drawn = np.frombuffer(reply.images, np.uint8).reshape(reply.image_shape)
+            images.update(zip(rows, drawn, strict=True))
 
         failed = self._ask(slots, range(len(slots)), lambda rows: RenderRequest([slots[row] for row in rows]), read)
         for row in failed:  # the next step reports the fault
-            pictures[row] = np.zeros_like(next(iter(pictures.values()), np.zeros((3, 1, 1), np.uint8)))
-        return np.stack([pictures[row] for row in range(len(slots))])
+            images[row] = np.zeros_like(next(iter(images.values()), np.zeros((3, 1, 1), np.uint8)))
+        return np.stack([images[row] for row in range(len(slots))])
 
     def close(self) -> None:
         """End all processes."""

@@ -181,9 +181,9 @@ class Slots:
             self._frames[slot] = {key: into[key][row] for key in self._single}
 
     def render(self, slots: Sequence[int]) -> Array:
-        """[B, 3, H, W] uint8 pictures of the slots."""
-        pictures = [np.asarray(self._environments[slot].render(), np.uint8) for slot in slots]
-        return np.ascontiguousarray(np.stack(pictures).transpose(0, 3, 1, 2))
+        """[B, 3, H, W] uint8 images of the slots."""
+        images = [np.asarray(self._environments[slot].render(), np.uint8) for slot in slots]
+        return np.ascontiguousarray(np.stack(images).transpose(0, 3, 1, 2))
 
     def close(self) -> None:
         """Close every environment."""

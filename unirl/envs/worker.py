@@ -54,8 +54,8 @@ def answer(slots: Slots, request: Request) -> SlotsReply:
         observations, failures = slots.reset(request.slots, request.seeds, request.options)
         return SlotsReply(as_bytes(observations), faults=failures)
     assert isinstance(request, RenderRequest)
-    pictures = slots.render(request.slots)
-    return SlotsReply(pictures=pictures.tobytes(), picture_shape=pictures.shape)
+    images = slots.render(request.slots)
+    return SlotsReply(images=images.tobytes(), image_shape=images.shape)
 
 
 def as_bytes(arrays: Arrays) -> dict[str, bytes]:

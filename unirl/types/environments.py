@@ -97,7 +97,7 @@ class Environment(Protocol):
         """Take one action in each slot: [B] int64, or [B, A] float32 in [-1, 1]. Numbers outside are clipped."""
 
     def render(self, slots: Sequence[int]) -> Tensor | None:
-        """[B, 3, H, W] uint8 pictures of the slots. None if the environment draws none."""
+        """[B, 3, H, W] uint8 images of the slots. None if the environment draws none."""
 
     def close(self) -> None:
         """Free all slots and their processes."""

@@ -7,7 +7,7 @@ import torch
 
 from tests.scripted_environment import KINDS, Clocks, length_of, pipeline, request
 from unirl.config.errors import EpisodeError, IncompatibleError
-from unirl.models.policies.bundle import CategoricalBundle
+from unirl.models.policies.bundle import CategoricalBundle, FlowBundle, GaussianBundle, PolicyBundle
 from unirl.models.policies.pipeline import PolicyPipeline
 from unirl.types.environments import DiscreteActions
 from unirl.types.primitives import Episodes
@@ -126,3 +126,25 @@ def test_a_policy_of_other_actions_is_refused() -> None:
     with pytest.raises(IncompatibleError, match="reads the observation 'pixels', and the environment shows state"):
         bundle = CategoricalBundle(observations={"pixels": (3, 84, 84)}, actions=3)
         PolicyPipeline(bundle, env=Clocks(DiscreteActions(3)))
+
+
+def test_the_entropy_of_a_squashed_gaussian_is_refused_with_the_way_out() -> None:
+    bundle = GaussianBundle(observations=2, actions=2, squashed=True)
+    policy = PolicyPipeline(bundle, env=Clocks(KINDS[1]))
+    segment = policy.generate(request(), 4).tracks["action"].sampled_as(ActionSegment).segment
+    with pytest.raises(IncompatibleError, match=r"algorithm\.entropy_coef=0, or bundle\.squashed=false"):
+        policy.stage.replay({}, segment, entropy=True)
+
+
+@pytest.mark.parametrize("kind", [CategoricalBundle, GaussianBundle, FlowBundle])
+def test_a_policy_that_was_written_is_read_as_the_same_policy(kind, tmp_path) -> None:
+    written = kind(observations={"state": (2,)}, actions=2, width=8, seed=5)
+    parameters = dict(written.trainable().named_parameters())
+    with torch.no_grad():
+        for parameter in parameters.values():
+            parameter.add_(0.1)
+    read = PolicyBundle.from_files(path=str(written.write(tmp_path / "policy", parameters)))
+    noise = torch.rand(3, *written.stage().policy.noise_shape)
+    state = {"state": torch.rand(3, 2)}
+    ours, theirs = (bundle.stage().decide(state, noise) for bundle in (written, read))
+    assert type(read) is kind and all(torch.equal(ours[name], theirs[name]) for name in ours)

@@ -99,10 +99,10 @@ class Critics(nn.Module):
             alpha: initial temperature.
         """
         super().__init__()
-        pictures = [key for key, shape in observations.items() if len(shape) == 3]
-        if pictures:
+        images = [key for key, shape in observations.items() if len(shape) == 3]
+        if images:
             raise IncompatibleError(
-                f"bundle.observations: {pictures[0]} is a picture, and these critics read vectors. Use an environment "
+                f"bundle.observations: {images[0]} is an image, and these critics read vectors. Use an environment "
                 "with a state, or a loss on the policy's own samples, such as unirl.algorithms.action_ppo.ActionPPO"
             )
         self.keys, self.norm = tuple(observations), norm

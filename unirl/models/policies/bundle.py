@@ -58,10 +58,12 @@ class PolicyBundle(Bundle):
     ) -> None:
         """
         Args:
-            settings: keyword arguments that build the same network, for an export.
-            depth, activation: of the value head.
+            settings: the other keyword arguments that build the same network, for an export.
+            depth, activation: those of the network, which the value head shares.
         """
-        self.settings = {"kind": type(self).__name__, **settings}
+        observations = {key: list(shape) for key, shape in shapes.items()}
+        common = {"observations": observations, "depth": depth, "activation": activation}
+        self.settings = {"kind": type(self).__name__, **settings, **common}
         self.depth, self.activation = depth, activation
         facts = ActionFacts(
             family=type(network).__name__,
@@ -163,8 +165,7 @@ class CategoricalBundle(PolicyBundle):
         shapes = shapes_of(observations)
         space = DiscreteActions(actions)
         network = CategoricalPolicy(shapes, space, width, depth, activation, key_seed(seed, POLICY))
-        settings: dict[str, object] = {"actions": actions, "width": width, "depth": depth, "activation": activation}
-        settings["observations"] = {key: list(shape) for key, shape in shapes.items()}
+        settings = {"actions": actions, "width": width}
         super().__init__(network, shapes, settings, device=device, depth=depth, activation=activation)
 
 
@@ -204,14 +205,7 @@ class GaussianBundle(PolicyBundle):
             network = SquashedGaussianPolicy(shapes, space, width, depth, activation, start)
         else:
             network = GaussianPolicy(shapes, space, width, depth, activation, start, log_std)
-        settings: dict[str, object] = {
-            "actions": actions,
-            "squashed": squashed,
-            "log_std": log_std,
-            "width": width,
-            "depth": depth,
-        }
-        settings |= {"activation": activation, "observations": {key: list(shape) for key, shape in shapes.items()}}
+        settings = {"actions": actions, "squashed": squashed, "log_std": log_std, "width": width}
         super().__init__(network, shapes, settings, device=device, depth=depth, activation=activation)
 
 
@@ -264,15 +258,7 @@ class FlowBundle(PolicyBundle):
             chunk=chunk,
             kernel=FlowSDEStrategy(eta=eta),
         )
-        settings: dict[str, object] = {
-            "actions": actions,
-            "chunk": chunk,
-            "num_steps": num_steps,
-            "eta": eta,
-            "width": width,
-        }
-        settings |= {"depth": depth, "activation": activation}
-        settings["observations"] = {key: list(shape) for key, shape in shapes.items()}
+        settings = {"actions": actions, "chunk": chunk, "num_steps": num_steps, "eta": eta, "width": width}
         super().__init__(network, shapes, settings, device=device, depth=depth, activation=activation)
 
 

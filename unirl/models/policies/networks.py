@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, Normal
 from torch.nn.functional import softplus
 
+from unirl.config.errors import IncompatibleError
 from unirl.types.environments import ActionSpace, ContinuousActions, DiscreteActions, Observations
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ Shapes = Mapping[str, Sequence[int]]
 
 
 class ObservationEncoder(nn.Module):
-    """Features [N, width] of observations: layers of `width` units, for pictures after convolutions.
+    """Features [N, width] of observations: layers of `width` units, for images after convolutions.
 
     The convolutions are those of Mnih et al. 2015 (doi:10.1038/nature14236).
     """
@@ -40,15 +41,15 @@ class ObservationEncoder(nn.Module):
         super().__init__()
         self.shapes = {key: tuple(shape) for key, shape in shapes.items()}
         act = ACTIVATIONS[activation]
-        self.pictures = nn.ModuleDict(
-            {key: picture_layers(shape[0]) for key, shape in self.shapes.items() if len(shape) == 3}
+        self.images = nn.ModuleDict(
+            {key: image_layers(shape[0]) for key, shape in self.shapes.items() if len(shape) == 3}
         )
         for key, shape in self.shapes.items():
-            if key not in self.pictures:
+            if key not in self.images:
                 self.register_buffer(f"{key}_mean", torch.zeros(shape))
                 self.register_buffer(f"{key}_std", torch.ones(shape))
         sizes = (
-            [self._features_of(key) for key in self.shapes] if self.pictures else [sum(map(math.prod, shapes.values()))]
+            [self._features_of(key) for key in self.shapes] if self.images else [sum(map(math.prod, shapes.values()))]
         )
         layers: list[nn.Module] = []
         size = sum(sizes)
@@ -59,16 +60,16 @@ class ObservationEncoder(nn.Module):
 
     def _features_of(self, key: str) -> int:
         shape = self.shapes[key]
-        if key not in self.pictures:
+        if key not in self.images:
             return math.prod(shape)
         with torch.no_grad():
-            return int(self.pictures[key](torch.zeros(1, *shape)).shape[1])
+            return int(self.images[key](torch.zeros(1, *shape)).shape[1])
 
     def forward(self, observations: Observations) -> Tensor:
-        """Features [N, width] of observations [N, *shape]; pictures may be uint8."""
+        """Features [N, width] of observations [N, *shape]; images may be uint8."""
         parts = [
-            self.pictures[key](unit_scaled(observations[key]))
-            if key in self.pictures
+            self.images[key](unit_scaled(observations[key]))
+            if key in self.images
             else self.scaled(key, observations[key].float()).flatten(1)
             for key in self.shapes
         ]
@@ -82,13 +83,13 @@ class ObservationEncoder(nn.Module):
     def measure(self, observations: Observations) -> None:
         """Take mean and std [*shape] from observations [N, *shape]; constant entries keep std 1."""
         for key, values in observations.items():
-            if key not in self.pictures:
+            if key not in self.images:
                 std = values.float().std(0)
                 self.get_buffer(f"{key}_mean").copy_(values.float().mean(0))
                 self.get_buffer(f"{key}_std").copy_(torch.where(std > 1e-6, std, 1.0))
 
 
-def picture_layers(channels: int) -> nn.Sequential:
+def image_layers(channels: int) -> nn.Sequential:
     """Three convolutions from [N, channels, H, W] to [N, features]."""
     return nn.Sequential(
         nn.Conv2d(channels, 32, 8, stride=4),
@@ -101,9 +102,9 @@ def picture_layers(channels: int) -> nn.Sequential:
     )
 
 
-def unit_scaled(picture: Tensor) -> Tensor:
+def unit_scaled(image: Tensor) -> Tensor:
     """Pixels in [0, 1]: levels of uint8 are divided by 255."""
-    return picture.float() / 255 if picture.dtype == torch.uint8 else picture
+    return image.float() / 255 if image.dtype == torch.uint8 else image
 
 
 def initialise(module: nn.Module, gain: float) -> None:
@@ -306,7 +307,10 @@ class SquashedGaussianPolicy(EncodedPolicy):
         return (normal_log_prob(actions, *parameters.unbind(1)) - squash).sum(1)
 
     def entropy(self, parameters: Tensor) -> Tensor:
-        raise NotImplementedError("the entropy of a squashed Gaussian has no closed form: estimate it by -log_prob")
+        raise IncompatibleError(
+            "algorithm.entropy_coef: the entropy of a squashed Gaussian policy has no closed form. Set "
+            "algorithm.entropy_coef=0, or bundle.squashed=false"
+        )
 
     def executed(self, actions: Tensor) -> Tensor:
         return actions.tanh()[:, None]

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from unirl.config.errors import EpisodeError, IncompatibleError
 from unirl.models.base import response_of
-from unirl.models.loading.adapter_files import Adapter
 from unirl.models.loading.base_model import OWN_LAYOUT, BaseModel
 from unirl.models.policies.bundle import PolicyBundle
 from unirl.models.policies.stage import ActionCanaryInputs, ActionStage
@@ -125,14 +124,6 @@ class PolicyPipeline:
         """Max abs difference between what this policy and the one in `folder` do with fixed observations and noise."""
         inputs, other = self.canary_inputs(), PolicyBundle.from_files(self.bundle.device, path=str(folder))
         return float((self.stage.canary(inputs).values - other.stage().canary(inputs).values).abs().max())
-
-    def write_lora(self, folder: Path, adapter: Adapter) -> Path:
-        """Policies have no adapters."""
-        raise NotImplementedError
-
-    def verify_lora(self, folder: Path, texts: Sequence[str], params: ActionSamplingParams) -> float:
-        """Policies have no adapters."""
-        raise NotImplementedError
 
     def canary_inputs(self) -> ActionCanaryInputs:
         """Fixed observations and noise."""

@@ -202,7 +202,7 @@ def test_the_keys_of_a_track_are_those_of_the_recipe() -> None:
     ("overrides", "message"),
     [
         (["~algorithm.think"], "algorithm has the tracks image, and sampling has think, image"),
-        (["~sampling.think", "~algorithm.think"], "sampling has 1 tracks"),
+        (["~sampling.think", "~algorithm.think"], "sampling has the track image alone"),
         (["trained=[images]"], r"no track 'images'\. Did you mean 'image'\? Its tracks are think, image"),
         (["trained=[]"], "trained is empty, .* Name one or more of think, image"),
         (["sampling.height=64"], "this recipe has several tracks. Write sampling.image.height"),

@@ -12,7 +12,20 @@ import pytest
 from tests.source_tree import ROOT, Module, modules
 from unirl.tracking.metrics import EVENTS, METRICS, check_event, check_names, is_metric, page, pattern
 
-NAMESPACES = {"custom", "rollout", "reward", "train", "eval", "time", "sync", "samples", "throughput", "mem", "queue"}
+NAMESPACES = {
+    "custom",
+    "env",
+    "rollout",
+    "reward",
+    "train",
+    "eval",
+    "time",
+    "sync",
+    "samples",
+    "throughput",
+    "mem",
+    "queue",
+}
 READERS = {"unirl.tracking.metrics", "unirl.tracking.console"}
 """The tables themselves, and modules that only read metrics."""
 READING_METHODS = {"get", "startswith", "endswith", "removeprefix", "glob", "match"}

@@ -107,7 +107,7 @@ def test_warmup_collects_and_changes_no_weight() -> None:
     stack = replay_stack(squashed_pipeline(), warmup=10_000)
     before = dict(stack.backend.gather())
     result = stack.train_track(rows_of())
-    assert result.metrics["replay/updates"].value == 0 and result.metrics["replay/size"].value > 0
+    assert result.metrics["train/replay_updates"].value == 0 and result.metrics["train/replay_size"].value > 0
     assert all(torch.equal(before[name], value) for name, value in stack.backend.gather().items())
 
 

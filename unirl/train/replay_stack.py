@@ -93,8 +93,8 @@ class ReplayStack(TrainStack):
             count = 0
         results = [self._update_once(count) for _ in range(count)]
         kept: Metrics = {
-            "replay/size": Metric.mean(float(len(self.replay))),
-            "replay/updates": Metric.mean(float(count)),
+            "train/replay_size": Metric.mean(float(len(self.replay))),
+            "train/replay_updates": Metric.mean(float(count)),
         }
         if not results:
             return TrainStepResult((kept,))

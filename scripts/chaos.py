@@ -4,13 +4,15 @@
     python scripts/chaos.py --modes ray --trials 3 --seconds 170 --out benchmarks/chaos.json
 
 A trial disturbs one run one to three times and resumes it whenever it ended. A disturbance is drawn with --seed:
-SIGKILL, a pause by SIGSTOP, a pause that ends by SIGKILL, or a disk that is full from some moment on (the limit of file
-sizes is lowered in the running process, so each file that grows fails). With Ray, a worker is the victim instead of the
-driver in half of the cases, and the run recovers by itself. Then the run finishes, and everything that
-`tests/trainer/killing.py` compares must be equal. A run that ends by a full disk must say so by exit status 7.
+SIGKILL, a pause by SIGSTOP, a pause that ends by SIGKILL, a disk that is full from some moment on (the limit of file
+sizes is lowered in the running process, so each file that grows fails), or a jump of the clock by up to a day in either
+direction (of Python's clocks, by time-machine). In half of the cases the victim is not the driver but, with Ray, a
+worker, and in the mode `service` the reward service, which is started again after it was killed. The run recovers from
+both by itself. Then the run finishes, and everything that `tests/trainer/killing.py` compares must be equal. A run that
+ends by a full disk must say so by exit status 7.
 
---out keeps the trials that the file has already, so that the record can be made in several sessions: a trial is known
-by its mode and number. Clock jumps are not among the disturbances.
+--out keeps the trials that the file has already, so that the record can be made piece by piece: a trial is known by its
+mode and number.
 """
 
 from __future__ import annotations
@@ -28,37 +30,43 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from datetime import date
+from functools import cache
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.trainer.child import begin, said  # noqa: E402
+from reward_service.running import RunningService  # noqa: E402
+
+from tests.trainer.child import begin, jump_clock, said  # noqa: E402
 from tests.trainer.killing import Run, Unkilled, after_seconds, after_step, steps_in  # noqa: E402
 
 COMMON = ("keep_checkpoints=2", "evaluation.eval_steps=5", "tracking.sample_steps=4", "save_interval=1")
 IMAGES, TEXT = "diffusion/sd3_trainside", str(ROOT / "tests/trainer/text_loop.yaml")
+SERVICE_REWARD = "diffusion/sd3_nft_reward_service"
 MODES = {
     "local": Run(IMAGES, 8, (*COMMON, "scale=toy", "checkpoint.asynchronous=false")),
     "asynchronous": Run(IMAGES, 8, (*COMMON, "scale=toy", "checkpoint.asynchronous=true")),
     "llm": Run(TEXT, 8, (*COMMON, "checkpoint.asynchronous=true", "plugins=[tests]")),
     "ray": Run(IMAGES, 8, (*COMMON, "scale=toy", "num_devices=2", "stall_timeout_s=60", "restarts.max=9")),
+    "service": Run(SERVICE_REWARD, 8, (*COMMON, "scale=toy", "reward_parts=2")),
 }
+SERVICE = {"rewards": [{"name": "brightness", "scorer": "brightness", "num_threads": 1, "device": "cpu"}]}
 FULL = 7
 """The exit status of a run that ends by a full disk."""
 
 
 @dataclass(frozen=True)
 class Disturbance:
-    """A disturbance of a run: its kind, its moment, and how the process ended."""
+    """A disturbance of a run: its kind, its moment, and how the process of the run ended."""
 
     kind: str
     victim: str
-    """driver or worker."""
+    """driver, worker or service."""
     after_steps: int
     hit: bool
     """False if the run had ended before."""
@@ -87,28 +95,42 @@ def fill_disk(pid: int, choice: random.Random) -> None:
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (choice.randint(100, 30_000), hard))
 
 
+def shift_clock(pid: int, choice: random.Random) -> None:
+    jump_clock(pid, choice.choice([-1, 1]) * choice.choice([1, 60, 3600, 86_400]))
+
+
 KINDS: dict[str, Callable[[int, random.Random], None]] = {
     "kill": kill,
     "pause": pause,
     "pause and kill": pause_and_kill,
     "full disk": fill_disk,
+    "clock jump": shift_clock,
 }
+OF_OTHERS = ("kill", "pause", "pause and kill")
+"""The disturbances of workers and of the reward service."""
 
 
-def disturb(run: Run, folder: Path, choice: random.Random, with_workers: bool) -> Disturbance:
+def disturb(run: Run, folder: Path, choice: random.Random, mode: str, service: RunningService | None) -> Disturbance:
     """Begins or continues a run, disturbs it once, and waits for the end of its process."""
     child = begin(run.recipe, folder, *run.overrides, f"num_rollouts={run.num_steps}", own_session=True)
-    kind, at_worker = choice.choice(list(KINDS)), with_workers and choice.random() < 0.5
+    victim = choice.choice(["driver", {"ray": "worker", "service": "service"}.get(mode, "driver")])
+    kind = choice.choice(list(KINDS) if victim == "driver" else OF_OTHERS)
     when = moment(folder, run.num_steps, choice)
     while child.is_alive() and not when():
         time.sleep(0.01)
-    pids = workers_of(child) if at_worker else [child.pid]
-    victim = choice.choice(pids) if pids else child.pid
+    workers = workers_of(child) if victim == "worker" else []
+    if victim == "worker" and not workers:
+        victim = "driver"
     steps = steps_in(folder)
     hit = child.is_alive()
     if hit:
+        pids = {"driver": child.pid, "worker": choice.choice(workers or [0]), "service": service.pid if service else 0}
         with suppress(ProcessLookupError):
-            KINDS[kind](victim, choice)
+            KINDS[kind](pids[victim], choice)
+        if victim == "service" and kind != "pause":
+            assert service is not None
+            service.kill()
+            service.start()
     child.join(600)
     status = child.exitcode
     if status is None:
@@ -117,7 +139,7 @@ def disturb(run: Run, folder: Path, choice: random.Random, with_workers: bool) -
     expected = (0, -signal.SIGKILL, *([FULL] if kind == "full disk" else []))
     if status not in expected:
         raise RuntimeError(f"a run that was disturbed by {kind} ended with status {status}: {said(folder)}")
-    return Disturbance(kind, "driver" if victim == child.pid else "worker", steps, hit, status)
+    return Disturbance(kind, victim, steps, hit, status)
 
 
 def moment(folder: Path, num_steps: int, choice: random.Random) -> Callable[[], bool]:
@@ -139,22 +161,41 @@ def workers_of(child: ForkServerProcess) -> list[int]:
     return sorted(pids)
 
 
+@contextmanager
+def run_of(mode: str) -> Iterator[tuple[Run, RunningService | None]]:
+    """The run of a mode, and the reward service that scores its samples, if it has one."""
+    run = MODES[mode]
+    if mode != "service":
+        yield run, None
+        return
+    with RunningService(SERVICE) as service:
+        config = f"{{base_url: {service.url!r}, required_rewards: [brightness]}}"
+        yield replace(run, overrides=(*run.overrides, f"reward.backend.config={config}")), service
+
+
 def trial(mode: str, number: int, seed: int, unkilled: Unkilled, scratch: Path) -> dict[str, object]:
     """The record of one run that was disturbed, resumed and compared."""
     choice = random.Random(f"{seed} {mode} {number}")
     folder = scratch / f"{mode}-{number}"
     done: list[Disturbance] = []
     try:
-        for _ in range(choice.randint(1, 3)):
-            done.append(disturb(unkilled.run, folder, choice, mode == "ray"))
-            if done[-1].status == 0:
-                break
-        result = unkilled.run.finish(folder)
+        with run_of(mode) as (run, service):
+            for _ in range(choice.randint(1, 3)):
+                done.append(disturb(run, folder, choice, mode, service))
+                if done[-1].status == 0:
+                    break
+            result = run.finish(folder)
         differs = [name for name, value in unkilled.outcome.items() if result[name] != value]
     except (RuntimeError, AssertionError) as error:
         text = str(error)
         differs = [f"failed: {text[:200]} ... {text[-1000:]}"]
-    record = {"mode": mode, "trial": number, "disturbances": [asdict(each) for each in done], "differs_in": differs}
+    record = {
+        "mode": mode,
+        "trial": number,
+        "commit": commit(),
+        "disturbances": [asdict(each) for each in done],
+        "differs_in": differs,
+    }
     print(json.dumps(record | {"equal": not differs}), flush=True)
     return record | {"equal": not differs}
 
@@ -189,7 +230,8 @@ def trials_of(mode: str, numbers: list[int], seed: int, jobs: int, end: float) -
     """The records of the trials that could begin before `end`, as they end."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, ThreadPoolExecutor(jobs) as pool:
         scratch = Path(folder)
-        unkilled = Unkilled.of(MODES[mode], scratch / "unkilled")
+        with run_of(mode) as (run, _):
+            unkilled = Unkilled.of(run, scratch / "unkilled")
 
         def one(number: int) -> dict[str, object] | None:
             return trial(mode, number, seed, unkilled, scratch) if time.monotonic() < end else None
@@ -200,6 +242,12 @@ def trials_of(mode: str, numbers: list[int], seed: int, jobs: int, end: float) -
                 yield record
 
 
+@cache
+def commit() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def share_of(records: list[dict[str, object]]) -> str:
     return f"{sum(bool(record['equal']) for record in records)} of {len(records)}"
 
@@ -207,14 +255,12 @@ def share_of(records: list[dict[str, object]]) -> str:
 def write(records: list[dict[str, object]], seed: int, out: Path | None) -> None:
     if out is None:
         return
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     modes = {mode: [record for record in records if record["mode"] == mode] for mode in MODES}
     report = {
         "disturbances_that_hit": sum(each["hit"] for record in records for each in record["disturbances"]),
         "equal": {mode: share_of(rows) for mode, rows in modes.items() if rows} | {"all": share_of(records)},
         "seed": seed,
         "date": str(date.today()),
-        "commit": commit.stdout.strip(),
         "settings": {mode: [*run.overrides, f"num_rollouts={run.num_steps}"] for mode, run in MODES.items()},
         "machine": {"cpus": os.cpu_count(), "platform": platform.platform(), "python": platform.python_version()},
         "trials": records,

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
+import tempfile
+import time
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from types import FrameType
+
+import time_machine
 
 from tests.processes import forkserver
 
@@ -23,6 +29,22 @@ def said(folder: Path) -> str:
     return Path(f"{folder}.log").read_text()[-5000:]
 
 
+def jump_clock(pid: int, seconds: int) -> None:
+    """Moves the wall clocks of Python in a process of `begin` by some seconds; monotonic clocks go on."""
+    _clock(pid).write_text(str(seconds))
+    os.kill(pid, signal.SIGRTMIN)
+
+
+def _clock(pid: int) -> Path:
+    return Path(tempfile.gettempdir(), f"unirl-clock-{pid}")
+
+
+def _jump(number: int, frame: FrameType | None) -> None:
+    file = _clock(os.getpid())
+    time_machine.travel(time.time() + int(file.read_text())).start()
+    file.unlink()
+
+
 def _train(recipe: str, folder: str, overrides: tuple[str, ...], own_session: bool) -> None:
     import torch
 
@@ -30,6 +52,7 @@ def _train(recipe: str, folder: str, overrides: tuple[str, ...], own_session: bo
 
     if own_session:
         os.setsid()
+    signal.signal(signal.SIGRTMIN, _jump)
     torch.set_num_threads(1)
     log = os.open(f"{folder}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)

@@ -24,6 +24,7 @@ from dataclasses import asdict
 from datetime import date
 from fnmatch import fnmatch
 from pathlib import Path
+from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -91,7 +92,7 @@ def killed_run(run: Run, num_kills: int, seed: int) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as scratch:
         unkilled = Unkilled.of(run, Path(scratch, "unkilled"))
         folder = Path(scratch, "killed")
-        kills = killed_often(run, folder, num_kills, seed, unkilled.duration / run.num_steps)
+        kills = killed_often(run, folder, num_kills, seed, seconds_of_a_step(Path(scratch, "unkilled")))
         result = run.finish(folder)
     differs = [name for name, value in unkilled.outcome.items() if result[name] != value]
     hits = sum(kill.hit for kill in kills)
@@ -113,6 +114,12 @@ def killed_run(run: Run, num_kills: int, seed: int) -> dict[str, object]:
         "differs_in": differs,
         "equal": not differs,
     }
+
+
+def seconds_of_a_step(folder: Path) -> float:
+    """The median time of a step, without the start of the run."""
+    rows = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
+    return median(row["time/step"] for row in rows)
 
 
 if __name__ == "__main__":

@@ -367,7 +367,7 @@ def test_manifest_that_leads_out_of_its_folder_is_refused(tmp_path):
     folder.mkdir()
     for name in ("../outside", "/etc/hostname"):
         (folder / "MANIFEST.json").write_bytes(_with_digest(Manifest(1, (FileEntry(name, 0, ""),), {})))
-        assert verify(folder) == [f"{name} lies outside the folder"]
+        assert verify(folder) == [f"{name!r} is not the path of a file inside the folder"]
 
 
 class Pruning(RuleBasedStateMachine):

@@ -1,20 +1,20 @@
 """Generated bodies: whatever a client sends is parsed or refused by type, in bounded time, and equal in both encodings.
 
-`scripts/fuzz_reward_wire.py` runs the same properties for longer.
+`scripts/fuzz.py` runs the same properties for longer.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Any
 
 import msgspec
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from reward_service.intake import Parsed, parse
 from reward_service.scoring import RequestRefused
 
+from tests.fuzzing import short
 from unirl.reward.client.wire import (
     IMAGE_FORMATS,
     JSON,
@@ -70,15 +70,6 @@ items = st.fixed_dictionaries(
     optional={"metadata": plain, "request_id": st.text(min_size=1, max_size=20)},
 )
 requests = st.fixed_dictionaries({"requests": st.lists(items, min_size=1, max_size=3)})
-
-EXAMPLES, SEED = int(os.environ.get("FUZZ_EXAMPLES", "40")), int(os.environ.get("FUZZ_SEED", "0"))
-"""The script sets both."""
-many = settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-
-
-def short(test):
-    """Runs a property on EXAMPLES examples, the same ones each time."""
-    return seed(SEED)(many(test))
 
 
 def received(body: bytes, content_type: str) -> Parsed | None:

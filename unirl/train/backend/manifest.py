@@ -12,11 +12,14 @@ import json
 import os
 import platform
 import shutil
+import stat
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
+
+import msgspec
 
 import unirl
 from unirl.train.backend.signing import SIGNATURE, signature_of, signature_problems
@@ -152,8 +155,10 @@ def read_manifest(folder: Path) -> Manifest:
         )
     if digest != _digest(data) or text != _canonical({**data, "sha256": digest}):
         raise DamagedManifest(f"{MANIFEST} is damaged: its own checksum does not match")
-    entries = tuple(FileEntry(**entry) for entry in data["files"])
-    return Manifest(data["step"], entries, data["versions"], schema)
+    try:
+        return msgspec.convert(data, Manifest)
+    except msgspec.ValidationError as error:
+        raise DamagedManifest(f"{MANIFEST} is damaged: {error}") from error
 
 
 def problems(folder: Path, key: bytes | None = None) -> list[str]:
@@ -168,24 +173,25 @@ def problems(folder: Path, key: bytes | None = None) -> list[str]:
         return [str(error)]
     if key is not None and (unsigned := signature_problems(folder, _with_digest(manifest), key)):
         return unsigned
-    listed = {entry.name for entry in manifest.files}
+    names = [entry.name for entry in manifest.files]
+    listed = set(names)
+    if len(listed) < len(names):
+        return [f"{MANIFEST} lists {next(name for name in names if names.count(name) > 1)!a} twice"]
     extra = sorted({path.relative_to(folder).as_posix() for path in files_of(folder)} - listed)
     damage = [problem for entry in manifest.files for problem in _file_problems(folder, entry)]
     return damage + [f"{name} is not listed in {MANIFEST}: it was added after the save. Remove it" for name in extra]
 
 
 def _file_problems(folder: Path, entry: FileEntry) -> Iterator[str]:
+    if not _is_inside(entry.name):
+        yield f"{entry.name!a} is not the path of a file inside the folder"
+        return
     path = folder / entry.name
-    parts = PurePosixPath(entry.name).parts
-    if ".." in parts or PurePosixPath(entry.name).is_absolute():
-        yield f"{entry.name} lies outside the folder"
-        return
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        yield f"{entry.name} is not a plain file"
-        return
     try:
-        size = path.stat().st_size
-        if size != entry.size:
+        mode, size = (status := path.lstat()).st_mode, status.st_size
+        if not stat.S_ISREG(mode):
+            yield f"{entry.name} is not a plain file"
+        elif size != entry.size:
             yield f"{entry.name} has {size} bytes instead of {entry.size}"
         elif _sha256(path) != entry.sha256:
             yield f"{entry.name} is damaged (checksum differs)"
@@ -193,6 +199,13 @@ def _file_problems(folder: Path, entry: FileEntry) -> Iterator[str]:
         yield f"{entry.name} is missing"
     except OSError as error:
         yield f"{entry.name} cannot be read ({error.strerror})"
+
+
+def _is_inside(name: str) -> bool:
+    """True for the relative path of a file, as `files_of` gives it. The name may hold what no path can."""
+    path = PurePosixPath(name)
+    is_text = name.encode(errors="replace").decode() == name and "\0" not in name
+    return is_text and str(path) == name != "." and not path.is_absolute() and ".." not in path.parts
 
 
 def files_of(folder: Path) -> Iterator[Path]:

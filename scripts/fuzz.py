@@ -1,9 +1,9 @@
-"""Runs the properties of generated request bodies for longer than the tests do, with other examples each time.
+"""Runs the properties of generated and damaged input for longer than the tests do, with other examples each time.
 
-    python scripts/fuzz_reward_wire.py --examples 2000 --out benchmarks/fuzz_reward_wire.json         5 minutes
+    python scripts/fuzz.py --examples 2000 --seed 1 --out benchmarks/fuzz.json                     10 minutes
 
-The properties are the tests of unirl-reward-service/tests/test_wire_fuzz.py. The first one that fails ends the script
-with its smallest example.
+The properties are tests: request bodies of the reward service, recipe files, manifests of checkpoints. The first one
+that fails ends the script with its smallest example. `damaged_media.py` does this for images, videos and data files.
 """
 
 from __future__ import annotations
@@ -16,28 +16,29 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.harness import machine  # noqa: E402
 
-TESTS = ROOT / "unirl-reward-service" / "tests" / "test_wire_fuzz.py"
-
-
-def load() -> ModuleType:
-    """Returns the module with the properties."""
-    spec = importlib.util.spec_from_file_location("test_wire_fuzz", TESTS)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+TESTS = (
+    "unirl-reward-service/tests/test_wire_fuzz.py",
+    "tests/config/test_recipe_fuzz.py",
+    "tests/train/test_manifest_fuzz.py",
+)
 
 
 def properties() -> dict[str, Callable[[], None]]:
     """Returns the properties by name."""
-    return {name: each for name, each in vars(load()).items() if name.startswith("test_")}
+    found: dict[str, Callable[[], None]] = {}
+    for path in map(Path, TESTS):
+        spec = importlib.util.spec_from_file_location(path.stem, ROOT / path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        found |= {name: each for name, each in vars(module).items() if name.startswith("test_")}
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -19,7 +19,9 @@ from tests.processes import is_running
 from tests.source_tree import ROOT
 from tests.trainer.child import begin
 from tests.trainer.child import said as said_in
+from tests.trainer.killing import outcome
 from unirl.config.recipe_files import list_recipes
+from unirl.tracking.tables import read_rows
 
 SINGLE = ROOT / "examples" / "run_experiment_single_node.sh"
 MULTI = ROOT / "examples" / "run_experiment_multinode_taiji.sh"
@@ -351,11 +353,43 @@ def test_head_and_worker_meet_train_once_and_leave_together(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_that_loses_one_of_two_nodes_goes_on_with_the_other_as_if_it_were_resumed_there(tmp_path):
+    run, words = tmp_path / "run", ("scale=toy", "save_interval=1", "keep_checkpoints=0")
+    train = [sys.executable, "-m", "unirl.train_diffusion", "--config-name=diffusion/sd3_trainside", *words]
+    on_two = ["runtime=ray", "num_devices=2", "devices_per_node=1", "num_rollouts=8"]
+    restarts = ["restarts={min_devices: 1, wait_s: 0}", f"run.dir={run}"]
+    kill = ["--kill-second-when", str(run / "checkpoints" / "LATEST")]
+    lost = subprocess.run(
+        [sys.executable, str(TWO_NODES), *kill, "--", *train, *on_two, *restarts],
+        env=clean_environment(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert lost.returncode == 0, lost.stderr
+    *_, restart = [row for row in read_rows(run / "events.jsonl") if row["ev"] == "run.restart"]
+    assert restart["num_devices"] == 1 and "host 127.0.0.3" in restart["error"]
+    (step,) = {int(n) for n in re.findall(r"resumed from checkpoint-0*(\d+)", lost.stdout + lost.stderr)}
+    by_hand = tmp_path / "by-hand"
+    shutil.copytree(run, by_hand)
+    for path in by_hand.glob("checkpoints/*"):
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()
+        elif path.name == "checkpoint-final" or int(path.name.split("-")[1]) > step:
+            shutil.rmtree(path)
+    more = begin("diffusion/sd3_trainside", by_hand, *words, "num_rollouts=8", "runtime=ray")
+    more.join(600)
+    assert more.exitcode == 0, said_in(by_hand)
+    assert outcome(run, 8) == outcome(by_hand, 8)
+
+
+@pytest.mark.slow
 def test_a_run_on_two_nodes_names_the_node_that_left_and_continues_on_one(tmp_path):
     run = tmp_path / "run"
     recipe, words = "diffusion/sd3_trainside", ("scale=toy", "save_interval=1")
     train = [sys.executable, "-m", "unirl.train_diffusion", f"--config-name={recipe}", *words, f"run.dir={run}"]
-    on_two = ["runtime=ray", "num_devices=2", "devices_per_node=1", "num_rollouts=400"]
+    on_two = ["runtime=ray", "num_devices=2", "devices_per_node=1", "num_rollouts=400", "restarts.max=0"]
     kill = ["--kill-second-when", str(run / "checkpoints" / "LATEST")]
     lost = subprocess.run(
         [sys.executable, str(TWO_NODES), *kill, "--", *train, *on_two],

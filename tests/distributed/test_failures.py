@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from tests.distributed.roles import Camera, Saboteur, ids
 from tests.processes import is_running, wait_until
 from unirl.config.device_sets import DeviceSet
 from unirl.config.errors import ConfigError, DataError, DependencyError, ResourceError, StallError, WorkerError
+from unirl.distributed.group import ray_cluster
 from unirl.distributed.group.deadlines import ENOUGH, LearnedDeadlines
 from unirl.distributed.group.failures import WorkerFailure, first_cause
 from unirl.distributed.group.handle import Remote, submit
@@ -218,6 +220,24 @@ def test_an_interpreter_that_ray_cannot_start_is_refused() -> None:
     with pytest.raises(DependencyError, match=r"/home/a user/.*contains a space.*runtime=local"):
         check_interpreter("/home/a user/.venv/bin/python")
     check_interpreter(sys.executable.replace(" ", "_"))
+
+
+@pytest.mark.parametrize(
+    ("error", "tries"), [("The current node timed out during startup.", 2), ("no port is free", 1)]
+)
+def test_ray_gets_a_second_try_when_it_was_too_slow_to_start(error: str, tries: int, monkeypatch) -> None:
+    done: list[int] = []
+
+    def fails(num_cpus: int) -> None:
+        done.append(num_cpus)
+        raise Exception(error)
+
+    monkeypatch.setattr(ray_cluster, "_init", fails)
+    monkeypatch.setattr(ray_cluster, "shut_down", lambda: None)
+    monkeypatch.setattr(ray_cluster, "_is_shutting_down", threading.Event())
+    with pytest.raises(ResourceError, match=f"Ray did not start on this machine: .*{error}"):
+        ray_cluster.start(1)
+    assert done == [1] * tries
 
 
 def test_devices_that_the_cluster_lacks_are_counted(ray_session) -> None:

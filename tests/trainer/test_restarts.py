@@ -44,7 +44,7 @@ def test_a_lost_worker_and_a_stall_restart_the_run_in_its_own_folder(tmp_path: P
     first, second, third = ends(session, [LostWorkerError("worker 1 died\nand so on"), StallError("no progress")])
     assert first.recipe.config.run.dir is None
     assert second.recipe.config.run.dir == third.recipe.config.run.dir == str(tmp_path)
-    assert session.restart == Restart(2, 3, "no progress")
+    assert session.restart == Restart(2, 3, "no progress", 1)
 
 
 def test_a_run_that_began_from_a_checkpoint_elsewhere_begins_there_again_until_it_has_its_own(tmp_path: Path) -> None:
@@ -110,6 +110,27 @@ def test_a_cluster_that_is_too_small_for_a_restart_ends_the_run_by_the_worker_th
     errors = [LostWorkerError("worker 1 died"), ResourceError("the run needs 2 machines")]
     with pytest.raises(LostWorkerError, match=r"^worker 1 died\n  The run could not start again: the run needs 2"):
         ends(Session(run_dir=tmp_path), errors)
+
+
+def test_a_run_that_lost_devices_goes_on_with_as_many_as_its_counts_allow(tmp_path: Path) -> None:
+    four, lacking = ("runtime=ray", "num_devices=4", "restarts.wait_s=0"), ResourceError("the run needs 4 machines")
+    session, errors = Session(run_dir=tmp_path), [LostWorkerError("node b left"), lacking]
+    done = ends(session, errors.copy(), *four, "restarts.min_devices=1")
+    assert [attempt.recipe.config.num_devices for attempt in done] == [4, 4, 2]  # the samples do not divide by 3
+    assert session.restart == Restart(1, 3, "node b left", 2)
+    with pytest.raises(LostWorkerError, match=r"needs 4 machines. No smaller num_devices from restarts.min_devices=3"):
+        ends(Session(run_dir=tmp_path), errors.copy(), *four, "restarts.min_devices=3")
+
+
+def test_a_restart_waits_for_the_devices_of_a_cluster_that_it_joined(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    monkeypatch.setattr(restarts, "POLL_S", 0.0)
+    lacking = ResourceError("the run needs 2 machines")
+    two = ("runtime=ray", "num_devices=2", "restarts.min_devices=1")
+    done = ends(Session(run_dir=tmp_path), [LostWorkerError("node b left"), lacking, lacking], *two)
+    assert [attempt.recipe.config.num_devices for attempt in done] == [2, 2, 2, 2]
+    done = ends(Session(run_dir=tmp_path), [LostWorkerError("node b left"), lacking], *two, "restarts.wait_s=0")
+    assert [attempt.recipe.config.num_devices for attempt in done] == [2, 2, 1]
 
 
 def workers_of(driver: int) -> list[int]:

@@ -27,6 +27,8 @@ class Restart:
     allowed: int
     error: str
     """The error that ended the attempt before."""
+    num_devices: int
+    """The devices of this attempt."""
 
 
 @dataclass

@@ -34,6 +34,10 @@ class RestartConfig:
     """
 
     max: Annotated[int, Meta(ge=0)] = 3
-    """The most restarts within `window_s`; 0 = never restart. On a cluster at RAY_ADDRESS a run never restarts."""
+    """The most restarts within `window_s`; 0 = never restart."""
     window_s: Annotated[float, Meta(gt=0)] = 3600.0
     """Seconds after which a restart no longer counts."""
+    wait_s: Annotated[float, Meta(ge=0)] = 60.0
+    """Seconds that a restart waits until a cluster at RAY_ADDRESS has the devices of the run again."""
+    min_devices: Annotated[int, Meta(ge=1)] | None = None
+    """The fewest devices on which a run goes on when too few are left for num_devices. Null = it ends then."""

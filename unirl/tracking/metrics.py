@@ -137,7 +137,7 @@ METRICS: Mapping[str, str] = {
 EVENTS: Mapping[str, str] = {
     "run.start": "the process started; `argv`",
     "run.resume": "the files were cut back to a checkpoint; `step`",
-    "run.restart": "the run starts again from its newest checkpoint; `restart`, `max`, `error`",
+    "run.restart": "the run starts again from its newest checkpoint; `restart`, `max`, `error`, `num_devices`",
     "run.end": "the run ended; `code`, `reason`",
     "step.end": "a step was logged; `step`",
     "eval.end": "an evaluation was logged; `step` and its metrics",

@@ -165,10 +165,10 @@ class Tracker:
         if self.console:
             self.console.note(text)
 
-    def restarted(self, number: int, allowed: int, error: str) -> None:
+    def restarted(self, number: int, allowed: int, error: str, num_devices: int) -> None:
         """Shows that the run started again by itself, and records it as an event."""
-        self.event("run.restart", restart=number, max=allowed, error=error)
-        self.note(f"restart {number} of {allowed} (restarts.max), after {error}")
+        self.event("run.restart", restart=number, max=allowed, error=error, num_devices=num_devices)
+        self.note(f"restart {number} of {allowed} (restarts.max), num_devices={num_devices}, after {error}")
 
     def choice(self, key: str, value: object, why: str) -> None:
         """Shows the value that a run chose for a setting `auto`, and writes it into run.json under `chosen`."""

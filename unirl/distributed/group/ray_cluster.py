@@ -86,35 +86,24 @@ def check_interpreter(path: str) -> None:
         )
 
 
-def start(num_cpus: int) -> None:
+def start(num_cpus: int, is_second_try: bool = False) -> None:
     """Start a Ray cluster on this machine, bound to loopback, which ends with this process."""
-    import ray
     from ray._private import worker
 
     check_interpreter(sys.executable)
     _is_shutting_down.clear()
     # Ray reports usage to its vendor by default; this variable is the only switch.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    num_gpus = num_accelerators()
     try:
-        with _on_loopback():
-            ray.init(
-                address="local",
-                namespace=NAMESPACE,
-                num_cpus=max(num_cpus, cores()),
-                num_gpus=num_gpus,
-                object_store_memory=None if num_gpus else CPU_OBJECT_STORE,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level="ERROR",
-                _node_ip_address="127.0.0.1",
-                _system_config={**HEALTH, "enable_worker_prestart": False, "prestart_worker_first_driver": False},
-            )
+        _init(num_cpus)
     except Exception as error:  # Ray raises plain exceptions if one of its processes does not come up
         shut_down()
+        # Ray gives its processes 30 s, which cannot be changed and may be too short while the machine is busy.
+        if not is_second_try and "timed out during startup" in str(error):
+            return start(num_cpus, is_second_try=True)
         raise ResourceError(
-            f"runtime=ray: Ray did not start on this machine: {summary(error)}. A busy machine may need a second try; "
-            "otherwise look into the logs below /tmp/ray/session_latest/logs, or use runtime=local"
+            f"runtime=ray: Ray did not start on this machine: {summary(error)}. Look into the logs below "
+            "/tmp/ray/session_latest/logs, stop what keeps the machine busy, or use runtime=local"
         ) from error
     node = worker._global_node
     _own_sessions.append(Path(node.get_session_dir_path()))
@@ -124,6 +113,25 @@ def start(num_cpus: int) -> None:
     _reapers.append(kill_on_exit(descendants(started)))
     (gcs,) = node.all_processes["gcs_server"]
     threading.Thread(target=end_without, args=(gcs.process.pid,), name="watch-gcs", daemon=True).start()
+
+
+def _init(num_cpus: int) -> None:
+    import ray
+
+    num_gpus = num_accelerators()
+    with _on_loopback():
+        ray.init(
+            address="local",
+            namespace=NAMESPACE,
+            num_cpus=max(num_cpus, cores()),
+            num_gpus=num_gpus,
+            object_store_memory=None if num_gpus else CPU_OBJECT_STORE,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            _node_ip_address="127.0.0.1",
+            _system_config={**HEALTH, "enable_worker_prestart": False, "prestart_worker_first_driver": False},
+        )
 
 
 def lost_raylet() -> str:

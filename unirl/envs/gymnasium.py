@@ -170,8 +170,9 @@ def made(source: Source) -> gymnasium.Env[Any, Any]:
         ) from error
     except gymnasium.error.UnregisteredEnv as error:
         raise InvalidValueError(
-            f"id={source.id} is no environment that Gymnasium knows.{did_you_mean(source.id, gymnasium.registry)} "
-            "An environment of a package of yours is named `module:id`, where the module registers it"
+            f"pipeline.env.id={source.id} is no environment that Gymnasium knows."
+            f"{did_you_mean(source.id, gymnasium.registry)} An environment of a package of "
+            "yours is named `module:id`, where the module registers it"
         ) from error
     except gymnasium.error.Error as error:
         raise UnsupportedEnvironmentError(f"environment {source.id} cannot be made here: {error}") from error

@@ -14,6 +14,7 @@ from unirl.models.policies.networks import Activation, ObservationValueHead, Out
 from unirl.sde.noise import key_seed
 from unirl.types.batch import Batch, row, take_rows
 from unirl.types.conditions import Conditions
+from unirl.types.device import to_device, to_host
 from unirl.types.environments import Observations
 from unirl.types.facts import ActionFacts
 from unirl.types.segments import ActionSegment
@@ -58,13 +59,15 @@ class ActionStage:
     def decide(self, observations: Observations, noise: Tensor, deterministic: bool = False) -> Outputs:
         """`actions` [N, ...] as they are recorded, `logp` [N], and what is `executed` [N, chunk, ...]; on the CPU.
 
+        The host waits once for the device.
+
         Args:
             noise: [N, *noise_shape] on the CPU.
             deterministic: take the most likely actions.
         """
         outputs = self._forward(observations, noise=noise, deterministic=deterministic)
-        outputs["executed"] = self.policy.executed(outputs["actions"])
-        return {name: tensor.cpu() for name, tensor in outputs.items()}
+        actions, logp = to_host([outputs["actions"], outputs["logp"]])
+        return {"actions": actions, "logp": logp, "executed": self.policy.executed(actions)}
 
     def replay(
         self,
@@ -112,6 +115,6 @@ class ActionStage:
 
     def _padded_rows(self, values: Tensor, count: int) -> Tensor:
         """The rows on the device of the network, padded so that their bits do not depend on their number."""
-        values = values.to(next(self.network.parameters()).device)
+        values = to_device(values, next(self.network.parameters()).device)
         rows = padded_rows(count, self.facts.batch_multiple)
         return values if len(rows) == count else take_rows(values, rows)

@@ -246,6 +246,10 @@ class EpisodeLoop:
             self.add(rows, seen, after, columns)
             ended = after.terminated | after.truncated
             is_last = self.limit is not None and decision == self.limit
+            if not (is_last or self.failed or bool(ended.any())):  # most decisions
+                observations = after.observations
+                progress("decision")
+                continue
             # The observation after a cut is not seen by a decision, but its value counts.
             cut = (after.truncated | (~ended if is_last else torch.zeros_like(ended))) & ~after.terminated
             cut &= torch.tensor([row not in self.failed for row in rows.tolist()])
@@ -275,7 +279,7 @@ class EpisodeLoop:
             draw = self.noise.normal if policy.noise == "normal" else self.noise.uniform
             self.block = draw(self.req.sample_ids, f"act{number}", (NOISE_BLOCK, *policy.noise_shape))
         assert self.block is not None
-        return self.block[rows, place]
+        return self.block[:, place] if len(rows) == self.count else self.block[rows, place]
 
     def act(self, rows: Tensor, executed: Tensor) -> EnvironmentStep:
         """The outcome of a chunk of actions [n, chunk, ...]: rewards are summed, until an episode ends."""

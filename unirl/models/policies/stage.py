@@ -83,7 +83,7 @@ class ActionStage:
         state_values = None
         if values is not None:
             assert self.value_head is not None, "a stack whose loss needs a value head provides it"
-            padded = self._padded(observations, len(segment.logp))
+            padded = self._padded(observations, len(segment.logp), self._device())
             state_values = self.value_head(padded)[: len(segment.logp)]
         return TokenReplay(outputs["logp"], outputs.get("entropy"), state_values)
 
@@ -102,19 +102,24 @@ class ActionStage:
         deterministic: bool = False,
         entropy: bool = False,
     ) -> Outputs:
-        count = len(next(iter(observations.values())))
+        count, device = len(next(iter(observations.values()))), self._device()
         given = {"actions": actions, "noise": noise}
-        padded = {name: None if value is None else self._padded_rows(value, count) for name, value in given.items()}
+        padded = {name: None if value is None else self._rows(value, count, device) for name, value in given.items()}
         outputs = self.network(
-            self._padded(observations, count), **padded, deterministic=deterministic, entropy=entropy
+            self._padded(observations, count, device), **padded, deterministic=deterministic, entropy=entropy
         )
         return {name: tensor[:count] for name, tensor in outputs.items()}
 
-    def _padded(self, observations: Observations, count: int) -> Observations:
-        return {key: self._padded_rows(value, count) for key, value in observations.items()}
+    def _device(self) -> torch.device:
+        """Where the network is now."""
+        return next(self.network.parameters()).device
 
-    def _padded_rows(self, values: Tensor, count: int) -> Tensor:
+    def _padded(self, observations: Observations, count: int, device: torch.device) -> Observations:
+        return {key: self._rows(value, count, device) for key, value in observations.items()}
+
+    def _rows(self, values: Tensor, count: int, device: torch.device) -> Tensor:
         """The rows on the device of the network, padded so that their bits do not depend on their number."""
-        values = to_device(values, next(self.network.parameters()).device)
-        rows = padded_rows(count, self.facts.batch_multiple)
-        return values if len(rows) == count else take_rows(values, rows)
+        values = to_device(values, device)
+        if count % self.facts.batch_multiple == 0:
+            return values
+        return take_rows(values, padded_rows(count, self.facts.batch_multiple))

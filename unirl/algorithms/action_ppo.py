@@ -13,13 +13,24 @@ from unirl.algorithms.ar_ppo import TokenCritic
 from unirl.algorithms.base import Part, TokenRows
 from unirl.algorithms.shared.critic import DenseLayout, GAEInputs, StepCredit, gae
 from unirl.algorithms.shared.tokens import Tokens
+from unirl.config.errors import IncompatibleError
 from unirl.models.language.stage import AnyTokenStage, TokenReplay
+from unirl.types.facts import ActionFacts, ModelFacts
 from unirl.types.protocols import Needs, TrainingProgress
 from unirl.types.sampling import ActionSamplingParams
 from unirl.types.segments import ActionSegment
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
+
+
+def check_entropy(entropy_coef: float, facts: ModelFacts) -> None:
+    """Raises IncompatibleError for an entropy bonus of a policy whose entropy has no closed form."""
+    if entropy_coef > 0 and isinstance(facts, ActionFacts) and not facts.has_entropy:
+        raise IncompatibleError(
+            f"algorithm.entropy_coef={entropy_coef}: the entropy of a {facts.family} has no closed form. Set "
+            "algorithm.entropy_coef=0, or bundle.squashed=false"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +42,9 @@ class ActionGRPO(ARGRPO):
 
     trains_tokens: ClassVar[bool] = True
     sampled_by: ClassVar[type] = ActionSamplingParams
+
+    def check_facts(self, facts: ModelFacts) -> None:
+        check_entropy(self.entropy_coef, facts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +70,9 @@ class ActionPPO(TokenCritic):
     @property
     def needs(self) -> Needs:
         return replace(super().needs, advantages=False)
+
+    def check_facts(self, facts: ModelFacts) -> None:
+        check_entropy(self.entropy_coef, facts)
 
     def replay(self, stage: AnyTokenStage, rows: TokenRows, *, entropy: bool = False) -> TokenReplay:
         return stage.replay(rows.conditions, rows.segment, entropy=entropy, values="head")

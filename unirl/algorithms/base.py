@@ -15,6 +15,7 @@ from unirl.algorithms.shared.checks import check_coefficients
 from unirl.algorithms.shared.contract import broken, check_metrics, check_outputs, check_total, computing, shown
 from unirl.algorithms.shared.kl import AdaptiveKL, KLController
 from unirl.config.errors import InvalidValueError
+from unirl.types.facts import ModelFacts
 from unirl.types.progress import progress
 from unirl.types.protocols import Anchor, Needs, Quantity, TrainingProgress
 from unirl.types.results import Metrics, merge
@@ -102,6 +103,8 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[StageT, SegmentT]):
     """The class of sampling settings whose segments this loss can train."""
     requires_ema_rollout: ClassVar[bool] = False
     """Sampling must use a weight snapshot instead of the live weights."""
+    trains_on_rows: ClassVar[bool] = True
+    """The loss is one of the rows of a step. False: it is one of transitions from a replay store."""
     trains_tokens: ClassVar[bool] = False
     """Rows have unequal lengths, so micro-batches can be divided by tokens."""
 
@@ -170,6 +173,10 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[StageT, SegmentT]):
 
     def check_sampling(self, sampling: Any) -> None:
         """Raises ConfigError if segments with these sampling settings, of class `sampled_by`, cannot be trained."""
+        return None
+
+    def check_facts(self, facts: ModelFacts) -> None:
+        """Raises ConfigError if a model with these facts cannot be trained."""
         return None
 
     def trust_width(self) -> float | None:

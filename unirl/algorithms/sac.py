@@ -16,6 +16,7 @@ from unirl.config.errors import IncompatibleError, InvalidValueError
 from unirl.models.policies.stage import ActionStage
 from unirl.sde.noise import key_seed
 from unirl.types.environments import ContinuousActions
+from unirl.types.facts import ActionFacts, ModelFacts
 from unirl.types.protocols import Needs, TrainingProgress
 from unirl.types.results import Metric, Metrics
 from unirl.types.rollout_resp import RolloutTrack
@@ -66,6 +67,7 @@ class SAC(StageAlgorithm[ActionStage, ActionSegment]):
     """H in nats. If absent, minus the dimensions of a decision."""
 
     sampled_by: ClassVar[type] = ActionSamplingParams
+    trains_on_rows: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,13 +84,15 @@ class SAC(StageAlgorithm[ActionStage, ActionSegment]):
     def needs(self) -> Needs:
         return Needs(value=True, advantages=False)
 
-    def build_head(self, stage: ActionStage, width: int, seed: int) -> nn.Module:
-        if not stage.policy.is_squashed:
+    def check_facts(self, facts: ModelFacts) -> None:
+        if isinstance(facts, ActionFacts) and not facts.is_squashed:
             raise IncompatibleError(
-                "algorithm: SAC trains squashed Gaussian policies, and the bundle has a "
-                f"{type(stage.policy).__name__}. "
+                f"algorithm: SAC trains squashed Gaussian policies, and the bundle has a {facts.family}. "
                 "Use unirl.models.policies.bundle.GaussianBundle with squashed: true"
             )
+
+    def build_head(self, stage: ActionStage, width: int, seed: int) -> nn.Module:
+        self.check_facts(stage.facts)
         return Critics(
             stage.facts.observations,
             decision_size(stage),
@@ -174,10 +178,7 @@ class SAC(StageAlgorithm[ActionStage, ActionSegment]):
     def loss(
         self, stage: ActionStage, rows: RolloutTrack[Any], part: Part, now: TrainingProgress = START
     ) -> LossResult:
-        raise IncompatibleError(
-            "algorithm: SAC trains on transitions of a replay store, and this stack trains on rows. Set "
-            "stack._target_=unirl.train.replay_stack.ReplayStack"
-        )
+        raise AssertionError("a stack of rows refuses this loss")
 
 
 def critics_of(stage: ActionStage) -> Critics:

@@ -49,7 +49,7 @@ def run(argv: list[str], session: Session) -> int:
 
 
 def say_missing_engines(recipe: Recipe) -> None:
-    """Says on stderr if a run would be refused on this machine because the server of an engine is not installed."""
+    """Says on stderr if a run would be refused here because the server of an engine, or an environment, is missing."""
     from unirl.config.errors import DependencyError
     from unirl.plan.machine import check_engines
 

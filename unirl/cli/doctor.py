@@ -261,11 +261,11 @@ def _reward(config: RecipeConfig) -> str:
 
 
 def _recipe_engines(recipe: Recipe) -> str:
-    """Looks for the environments of the engines' servers."""
+    """Looks for the environments of the engines' servers, and for the libraries that policies act in."""
     from unirl.plan.machine import check_engines
 
     check_engines(recipe)
-    return "no environment of a server that it needs is missing"
+    return "no environment of a server or library of a simulator that it needs is missing"
 
 
 def _room(sizes: RecipeSizes, policy: str = "") -> str:

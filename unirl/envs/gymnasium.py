@@ -124,15 +124,16 @@ class GymnasiumEnvironment:
         )
         actions = actions.long() if isinstance(self.spaces.actions, DiscreteActions) else actions.float()
         result = self._slots.step(slots, actions.numpy())
-        ended = result.terminated | result.truncated
+        ended = result.flags[0] | result.flags[1]
         if ended.any():
-            self._running.difference_update(slots[int(row)] for row in np.flatnonzero(ended))
+            self._running.difference_update([slots[row] for row in np.flatnonzero(ended).tolist()])
+        terminated, truncated, success = [torch.from_numpy(flags) for flags in result.flags]
         return EnvironmentStep(
             observations=as_tensors(result.observations),
             rewards=torch.from_numpy(result.rewards),
-            terminated=torch.from_numpy(result.terminated),
-            truncated=torch.from_numpy(result.truncated),
-            success=torch.from_numpy(result.success),
+            terminated=terminated,
+            truncated=truncated,
+            success=success,
             faults=result.faults,
         )
 
@@ -170,8 +171,9 @@ def made(source: Source) -> gymnasium.Env[Any, Any]:
         ) from error
     except gymnasium.error.UnregisteredEnv as error:
         raise InvalidValueError(
-            f"id={source.id} is no environment that Gymnasium knows.{did_you_mean(source.id, gymnasium.registry)} "
-            "An environment of a package of yours is named `module:id`, where the module registers it"
+            f"pipeline.env.id={source.id} is no environment that Gymnasium knows."
+            f"{did_you_mean(source.id, gymnasium.registry)} An environment of a package of "
+            "yours is named `module:id`, where the module registers it"
         ) from error
     except gymnasium.error.Error as error:
         raise UnsupportedEnvironmentError(f"environment {source.id} cannot be made here: {error}") from error

@@ -56,7 +56,7 @@ class MetaWorldEnvironment(GymnasiumEnvironment):
 
         if task not in ALL_V3_ENVIRONMENTS:
             raise InvalidValueError(
-                f"task={task} is no task of Meta-World.{did_you_mean(task, ALL_V3_ENVIRONMENTS)} "
+                f"pipeline.env.task={task} is no task of Meta-World.{did_you_mean(task, ALL_V3_ENVIRONMENTS)} "
                 f"It has {', '.join(sorted(ALL_V3_ENVIRONMENTS))}"
             )
         source = Source(

@@ -56,24 +56,20 @@ class StepArrays:
 
     observations: Arrays
     rewards: Array  # [B] float32
-    terminated: Array  # [B] bool
-    truncated: Array  # [B] bool
-    success: Array  # [B] bool
+    flags: Array  # [3, B] bool: terminated, truncated, success
     faults: dict[int, str] = field(default_factory=dict)
 
     @classmethod
     def empty(cls, readers: Mapping[str, Reader], count: int) -> StepArrays:
         """A step of `count` environments with nothing but zeros in it."""
-        rewards, flags = np.zeros(count, np.float32), np.zeros((3, count), bool)
-        return cls(empty_rows(readers, count), rewards, flags[0], flags[1], flags[2])
+        return cls(empty_rows(readers, count), np.zeros(count, np.float32), np.zeros((3, count), bool))
 
     def set_fault(self, row: int, reason: str) -> None:
         """Row `row` is an environment that failed: its episode is cut off here, without reward."""
         for values in self.observations.values():
             values[row] = 0
         self.rewards[row] = 0.0
-        self.terminated[row] = self.success[row] = False
-        self.truncated[row] = True
+        self.flags[:, row] = False, True, False
         self.faults[row] = reason
 
 
@@ -89,6 +85,7 @@ class Slots:
         self._single = single
         self.readers = {key: stacked(reader, source.frame_stack) for key, reader in single.items()}
         self._is_plain = not self._by_key and source.frame_stack == 1 and self._single[STATE].write is write_numbers
+        self._numbers = [key for key, reader in single.items() if not reader.pixels]
         self._environments: dict[int, gymnasium.Env[Any, Any]] = {}
         self._frames: dict[int, Arrays] = {}
         """The newest stacked observation of each slot, if frames are stacked."""
@@ -126,7 +123,8 @@ class Slots:
         """One action in each slot: [B] int64, or [B, A] float32."""
         result = StepArrays.empty(self.readers, len(slots))
         environments, read, observations = self._environments, self._read, result.observations
-        rewards, terminated, truncated = result.rewards, result.terminated, result.truncated
+        rewards = result.rewards
+        terminated, truncated, success = result.flags
         plain = observations[STATE] if self._is_plain else None  # most environments; a call less for each step
         for row, (slot, action) in enumerate(zip(slots, self.codec.decode(actions), strict=True)):
             try:
@@ -139,8 +137,8 @@ class Slots:
                     terminated[row] = True
                 if is_truncated:
                     truncated[row] = True
-                if info and succeeded(info):
-                    result.success[row] = True
+                if info and ("success" in info or "is_success" in info) and succeeded(info):
+                    success[row] = True
             except Exception as error:  # an environment is foreign code, which may raise anything
                 result.set_fault(row, reason_of(error))
                 self._drop(slot)
@@ -148,9 +146,8 @@ class Slots:
         return result
 
     def _find_values_that_are_not_finite(self, slots: Sequence[int], actions: Array, result: StepArrays) -> None:
-        if np.isfinite(result.rewards).all() and all(
-            self.readers[key].pixels or np.isfinite(values).all() for key, values in result.observations.items()
-        ):
+        columns = [result.rewards, *[result.observations[key] for key in self._numbers]]
+        if all(np.isfinite(values).all() for values in columns):
             return
         for row, slot in enumerate(slots):
             if not np.isfinite(result.rewards[row]):

@@ -131,10 +131,13 @@ class ContinuousCodec:
     shape: tuple[int, ...]
     center: Array = field(init=False)
     half: Array = field(init=False)
+    is_unit: bool = field(init=False)
+    """All bounds are -1 and 1."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "center", (self.high + self.low) / 2)
         object.__setattr__(self, "half", (self.high - self.low) / 2)
+        object.__setattr__(self, "is_unit", bool((self.low == -1).all() and (self.high == 1).all()))
 
     @property
     def size(self) -> int:
@@ -146,9 +149,10 @@ class ContinuousCodec:
 
     def decode(self, actions: Array) -> Array:
         """[B, *shape] actions of the environment: -1 is `low`, 1 is `high`. Numbers outside are clipped."""
-        # Bounds of -1 and 1 leave the numbers as they are, to the bit.
-        scaled = self.center + self.half * np.minimum(np.maximum(actions, -1.0), 1.0)
-        bounded: Array = np.minimum(np.maximum(scaled, self.low), self.high)  # rounding may pass a bound
+        bounded: Array = np.minimum(np.maximum(actions, -1.0), 1.0)
+        if not self.is_unit:  # bounds of -1 and 1 leave the numbers as they are, to the bit
+            scaled = self.center + self.half * bounded
+            bounded = np.minimum(np.maximum(scaled, self.low), self.high)  # rounding may pass a bound
         return bounded.astype(self.low.dtype, copy=False).reshape(len(actions), *self.shape)
 
 

@@ -10,7 +10,6 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 
 import msgspec
-import numpy as np
 
 from unirl.envs.messages import (
     MOST_BYTES,
@@ -48,8 +47,9 @@ def answer(slots: Slots, request: Request) -> SlotsReply:
     """The reply to a request."""
     if isinstance(request, StepRequest):
         result = slots.step(request.slots, slots.codec.from_bytes(request.actions))
-        ends = np.stack([result.terminated, result.truncated, result.success])
-        return SlotsReply(as_bytes(result.observations), result.rewards.tobytes(), ends.tobytes(), result.faults)
+        return SlotsReply(
+            as_bytes(result.observations), result.rewards.tobytes(), result.flags.tobytes(), result.faults
+        )
     if isinstance(request, ResetRequest):
         observations, failures = slots.reset(request.slots, request.seeds, request.options)
         return SlotsReply(as_bytes(observations), faults=failures)

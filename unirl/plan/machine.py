@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from unirl.config.device_sets import DeviceSet
 from unirl.config.errors import MemoryShortageError, ResourceError, UnsupportedEnvironmentError
 from unirl.config.recipe import RecipeConfig
+from unirl.plan.pipelines import RestrictedPipeline
 from unirl.plan.placement import plan_of
 from unirl.rollout.engine.serving.engine import ServingEngine
 from unirl.types.device import (
@@ -73,14 +74,18 @@ def scores_elsewhere(config: RecipeConfig) -> bool:
 
 
 def check_engines(recipe: Recipe) -> None:
-    """Refuse a run whose servers cannot be started here. Raises DependencyError (3001).
+    """Refuse a run whose servers or environments cannot be started here. Raises DependencyError (3001).
 
     With a cluster, only its nodes can tell.
     """
     for policy in recipe.policies.values():
-        engine = policy.rollout.schema.owner
-        if issubclass(engine, ServingEngine) and not is_elsewhere(policy):
+        engine, pipeline = policy.rollout.schema.owner, policy.pipeline.schema.owner
+        if is_elsewhere(policy):
+            continue
+        if issubclass(engine, ServingEngine):
             engine.check_start(policy.rollout.values)
+        if isinstance(pipeline, RestrictedPipeline):
+            pipeline.check_installed(policy.pipeline.values)
 
 
 def hidden_devices(config: RecipeConfig) -> str | None:

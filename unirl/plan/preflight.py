@@ -43,6 +43,7 @@ from unirl.plan.credit import check_credit, check_rewards, credit_notices
 from unirl.plan.geometry import Geometry, check_geometry, geometry_of
 from unirl.plan.layout import check_layout
 from unirl.plan.notices import data_notices, engine_notices, environment_notices, policy_notices
+from unirl.plan.pipelines import DescribedBundle, pipeline_notices
 from unirl.plan.placement import PlacementPlan, plan_of
 from unirl.rollout.engine.base import EngineUse, RolloutEngine
 from unirl.rollout.engine.composed.engine import ComposedRolloutEngine, check_texts
@@ -50,6 +51,7 @@ from unirl.tracking.streams import say
 from unirl.train.backend.base import TrainBackend
 from unirl.train.backend.module_setup import check_component
 from unirl.train.backend.remote import check_url
+from unirl.train.stack import TrainStack
 from unirl.train.unified_model_stack import UnifiedModelStack, check_balance
 from unirl.types.facts import ModelFacts
 from unirl.types.protocols import Needs
@@ -167,8 +169,10 @@ def preflight(recipe: Recipe) -> Preflight:
             check_geometry(geometry)
             check_compatibility(policy, needs, plan)
             check_server(policy, plan)
-            check_model(policy, recipe.model_variable(name))
+            check_stack(policy, plan)
+            facts = check_model(policy, recipe.model_variable(name))
             check_sampling(policy, needs)
+            texts += pipeline_notices(policy, facts)
             texts += [said_of_policy(text, name, policy) for text in policy_notices(policy, plan, geometry, needs)]
     check_tracks(recipe)
     check_rewards(recipe, trainer_class(config).track)
@@ -341,6 +345,13 @@ def check_roles(config: RecipeConfig) -> None:
             )
 
 
+def check_stack(config: RecipeConfig, plan: PlacementPlan) -> None:
+    """The stack must be able to train the loss."""
+    stack = config.stack.schema.owner
+    if issubclass(stack, TrainStack):
+        stack.check_recipe(config.algorithm.schema.owner, config.stack.values, len(plan.train))
+
+
 # Sampling and model
 
 
@@ -416,11 +427,14 @@ def num_weights_of(config: RecipeConfig) -> int:
     return published + (1 if config.evaluation.eval_steps else 0)
 
 
-def check_model(config: RecipeConfig, variable: str | None) -> None:
+def check_model(config: RecipeConfig, variable: str | None) -> ModelFacts | None:
     """A local model directory must exist, and the model must be able to sample as the recipe says.
 
     Args:
         variable: the environment variable that sets the model.
+
+    Returns:
+        The facts of the model that the policy trains, if they are known without it.
     """
     if config.model_path is not None:
         check_model_path(config.model_path, config.bundle.path, variable)
@@ -443,6 +457,8 @@ def check_model(config: RecipeConfig, variable: str | None) -> None:
         engine = config.rollout.schema.owner
         if isinstance(engine, RestrictedEngine):
             engine.check_recipe(facts, sampling, config.rollout.values)
+        build(config.algorithm).check_facts(facts)
+    return facts
 
 
 def check_adapted(config: RecipeConfig) -> None:
@@ -502,6 +518,8 @@ def known_facts(config: RecipeConfig) -> ModelFacts | None:
     None if the bundle class cannot tell, or if a hub id cannot be read now. The run itself reports the latter.
     """
     bundle, path = config.bundle.schema.owner, config.model_path
+    if isinstance(bundle, DescribedBundle):
+        return bundle.facts_from(config.bundle.values)
     if path is None or not isinstance(bundle, KnownModel):
         return None
     try:

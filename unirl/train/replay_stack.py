@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Annotated, ClassVar, cast
+from typing import Annotated, Any, ClassVar, cast
 
 import torch
 from msgspec import Meta
 
-from unirl.algorithms.base import START
+from unirl.algorithms.base import START, StageAlgorithm
 from unirl.algorithms.sac import SAC, critics_of
 from unirl.config.errors import DataError, IncompatibleError, InvalidValueError
-from unirl.distributed import current
 from unirl.distributed.group.dispatch import scatter
 from unirl.sde.noise import key_seed
 from unirl.train.replay_store import ReplayConfig, ReplayStore, offline_store
@@ -35,6 +34,7 @@ class ReplayStack(TrainStack):
 
     toy: ClassVar[Mapping[str, object]] = {"minibatch_size": 16, "warmup": 8, "updates_per_decision": 0.25}
     trains: ClassVar[type] = SAC
+    trains_rows: ClassVar[bool] = False
 
     _: KW_ONLY
     store: ReplayConfig = field(default_factory=ReplayConfig)
@@ -48,17 +48,21 @@ class ReplayStack(TrainStack):
     offline: str | None = None
     """A safetensors file of transitions, from which half of every minibatch is drawn (RLPD, arXiv:2302.02948)."""
 
-    def __post_init__(self) -> None:
-        if self.num_updates_per_batch != 1:
+    @classmethod
+    def check_recipe(cls, loss: type[StageAlgorithm[Any]], settings: Mapping[str, object], num_ranks: int) -> None:
+        super().check_recipe(loss, settings, num_ranks)
+        if settings["num_updates_per_batch"] != 1:
             raise InvalidValueError(
-                f"stack.num_updates_per_batch={self.num_updates_per_batch}: the updates of a step follow from its "
-                "decisions here. Leave it out, and set stack.updates_per_decision"
+                f"stack.num_updates_per_batch={settings['num_updates_per_batch']}: the updates of a step follow from "
+                "its decisions here. Leave it out, and set stack.updates_per_decision"
             )
-        if current().dp_size > 1:
+        if num_ranks > 1:
             raise IncompatibleError(
-                f"stack: ReplayStack trains on one device, and placement gives it {current().dp_size}, whose stores "
-                "and critics would have to be shared. Set placement.num_devices=1"
+                f"stack: ReplayStack trains on one device, and the placement gives it {num_ranks}, whose stores and "
+                "critics would have to be shared. Set num_devices=1"
             )
+
+    def __post_init__(self) -> None:
         super().__post_init__()
         self.loss = cast(SAC, self.algorithm)
         self.critics = critics_of(self.stage)

@@ -62,6 +62,8 @@ class TrainStack:
     toy: ClassVar[Mapping[str, object]] = {"micro_batch_size": 2}
     trains: ClassVar[type] = StageAlgorithm
     """The losses that this kind of stack can train."""
+    trains_rows: ClassVar[bool] = True
+    """The loss gets the rows of a step. False: transitions of a replay store."""
 
     backend: TrainBackend
     algorithm: StageAlgorithm[Any]
@@ -98,13 +100,31 @@ class TrainStack:
         if self.algorithm.needs.value:
             self.stage.value_head = self.backend.provide_value_head(partial(self.algorithm.build_head, self.stage))
 
-    def _check_settings(self) -> None:
-        if not isinstance(self.algorithm, self.trains):
+    @classmethod
+    def check_recipe(cls, loss: type[StageAlgorithm[Any]], settings: Mapping[str, object], num_ranks: int) -> None:
+        """Refuses a loss and settings that this kind of stack cannot train, before any of them is built.
+
+        Args:
+            settings: the block `stack`, with its defaults.
+            num_ranks: devices that train.
+
+        Raises:
+            ConfigError: 2020, or 2004 for a setting out of range.
+        """
+        if cls.trains_rows and not loss.trains_on_rows:
             raise IncompatibleError(
-                f"stack: {type(self).__name__} trains losses of the kind {self.trains.__name__}, and algorithm is "
-                f"{type(self.algorithm).__name__}. Use another stack, such as unirl.train.stack.TrainStack, or a loss "
-                f"of {self.trains.__module__}"
+                f"algorithm: {loss.__name__} trains on transitions of a replay store, and {cls.__name__} trains on "
+                "rows. Set stack._target_=unirl.train.replay_stack.ReplayStack"
             )
+        if not issubclass(loss, cls.trains):
+            raise IncompatibleError(
+                f"stack: {cls.__name__} trains losses of the kind {cls.trains.__name__}, and algorithm is "
+                f"{loss.__name__}. Set stack._target_=unirl.train.stack.TrainStack, or take a loss of "
+                f"{cls.trains.__module__}"
+            )
+
+    def _check_settings(self) -> None:
+        self.check_recipe(type(self.algorithm), vars(self), current().dp_size)
         for name in ("micro_batch_size", "micro_batch_tokens", "num_updates_per_batch", "max_nonfinite_updates"):
             if vars(self)[name] not in (None, "auto") and vars(self)[name] < 1:
                 raise InvalidValueError(f"stack.{name} must be >= 1, got {vars(self)[name]}")

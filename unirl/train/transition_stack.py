@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, ClassVar, cast
+from typing import Annotated, Any, ClassVar, cast
 
 import torch
 from msgspec import Meta
 from torch import Tensor
 
 from unirl.algorithms.ar_ppo import TokenCritic
-from unirl.algorithms.base import START
+from unirl.algorithms.base import START, StageAlgorithm
 from unirl.config.errors import IncompatibleError
 from unirl.distributed import current
 from unirl.distributed.group.dispatch import scatter
@@ -42,13 +42,17 @@ class TransitionStack(TrainStack):
     minibatch_size: Annotated[int, Meta(ge=1)] = 64
     """Decisions of an update, over all devices."""
 
+    @classmethod
+    def check_recipe(cls, loss: type[StageAlgorithm[Any]], settings: Mapping[str, object], num_ranks: int) -> None:
+        super().check_recipe(loss, settings, num_ranks)
+        if settings["num_updates_per_batch"] != 1:
+            raise IncompatibleError(
+                f"stack.num_updates_per_batch={settings['num_updates_per_batch']}: this stack cuts a step into "
+                "minibatches by itself. Leave it out, and set stack.epochs and stack.minibatch_size"
+            )
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_updates_per_batch != 1:
-            raise IncompatibleError(
-                f"stack.num_updates_per_batch={self.num_updates_per_batch}: this stack cuts a step into minibatches by "
-                "itself. Leave it out, and set stack.epochs and stack.minibatch_size"
-            )
         self.credit = cast(TokenCritic, self.algorithm)
 
     @scatter(merge_ranks, unread=("decoded",))

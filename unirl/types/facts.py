@@ -266,6 +266,10 @@ class ActionFacts(ModelFacts):
     actions: ActionSpace
     chunk: int = 1
     """Actions that it decides on at a time."""
+    is_squashed: bool = False
+    """Executed actions lie in (-1, 1), and they and their log-probs are differentiable functions of the noise."""
+    has_entropy: bool = True
+    """The entropy of a decision has a closed form."""
 
     def tokens_of(self, sampling: Sampling) -> int:
         """The decisions of a row; 1 if the settings do not bound them."""
@@ -280,16 +284,26 @@ class ActionFacts(ModelFacts):
         for key, shape in self.observations.items():
             if key not in spaces.observations:
                 shown = ", ".join(spaces.observations)
-                return f"the policy reads the observation {key!r}, and the environment shows {shown}. Name one of these"
+                return (
+                    f"the policy reads the observation {key!r}, and the environment shows {shown}. Name these in "
+                    "bundle.observations, or the environment that shows what the policy reads"
+                )
             if tuple(shape) != tuple(spaces.observations[key]):
                 return (
                     f"the policy reads {key!r} of shape {list(shape)}, and the environment shows "
-                    f"{list(spaces.observations[key])}. Set the shape of the environment"
+                    f"{list(spaces.observations[key])}. Set the shape of the environment in bundle.observations"
                 )
         if self.actions != spaces.actions:
+            is_size = type(self.actions) is type(spaces.actions)
+            way_out = (
+                "Set their number in bundle.actions"
+                if is_size
+                else "Take a bundle for these: CategoricalBundle of unirl.models.policies.bundle has discrete actions, "
+                "GaussianBundle and FlowBundle have continuous ones"
+            )
             return (
                 f"the policy takes {self.actions.describe()}, and the environment has {spaces.actions.describe()}. "
-                "Choose a policy for these"
+                f"{way_out}"
             )
         return None
 

@@ -9,6 +9,7 @@ from tests.scripted_environment import KINDS, Clocks, length_of, pipeline, reque
 from unirl.config.errors import EpisodeError, IncompatibleError
 from unirl.models.policies.bundle import CategoricalBundle, FlowBundle, GaussianBundle, PolicyBundle
 from unirl.models.policies.pipeline import PolicyPipeline
+from unirl.testing.second_device import second_devices
 from unirl.types.environments import DiscreteActions
 from unirl.types.primitives import Episodes
 from unirl.types.rollout_req import RolloutReq
@@ -148,3 +149,25 @@ def test_a_policy_that_was_written_is_read_as_the_same_policy(kind, tmp_path) ->
     state = {"state": torch.rand(3, 2)}
     ours, theirs = (bundle.stage().decide(state, noise) for bundle in (written, read))
     assert type(read) is kind and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("kind", ["categorical", "gaussian", "flow"])
+def test_the_host_waits_once_for_each_decision(kind: str) -> None:
+    """On an emulated device: what is executed, and how likely it was, come back together."""
+    with second_devices() as devices:
+        device = torch.device("emulated:0")
+        env = Clocks(KINDS[0] if kind == "categorical" else KINDS[1])
+        bundle: PolicyBundle
+        if kind == "categorical":
+            bundle = CategoricalBundle(device, observations=2, actions=3)
+        elif kind == "gaussian":
+            bundle = GaussianBundle(device, observations=2, actions=2)
+        else:
+            bundle = FlowBundle(device, observations=2, actions=2)
+        acting = PolicyPipeline(bundle, env=env)
+        waits = []
+        for decisions in (4, 12):
+            devices.reset()
+            acting.generate(request(max_steps=decisions, continuing=True), 8)
+            waits.append(devices.syncs.total())
+    assert waits[1] - waits[0] == 8

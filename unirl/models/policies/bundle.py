@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -26,7 +26,7 @@ from unirl.models.policies.stage import ActionStage
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.sde.noise import key_seed
 from unirl.types.device import CPU
-from unirl.types.environments import STATE, ContinuousActions, DiscreteActions
+from unirl.types.environments import STATE, ActionSpace, ContinuousActions, DiscreteActions
 from unirl.types.facts import ActionFacts
 
 POLICY = "policy"
@@ -50,7 +50,7 @@ class PolicyBundle(Bundle):
         self,
         network: PolicyNetwork,
         shapes: Shapes,
-        settings: Mapping[str, object],
+        settings: Mapping[str, Any],
         *,
         device: torch.device,
         depth: int,
@@ -63,13 +63,15 @@ class PolicyBundle(Bundle):
         """
         observations = {key: list(shape) for key, shape in shapes.items()}
         common = {"observations": observations, "depth": depth, "activation": activation}
-        self.settings = {"kind": type(self).__name__, **settings, **common}
+        self.settings: dict[str, Any] = {"kind": type(self).__name__, **settings, **common}
         self.depth, self.activation = depth, activation
         facts = ActionFacts(
             family=type(network).__name__,
             observations=dict(shapes),
             actions=network.actions,
             chunk=network.chunk,
+            is_squashed=network.is_squashed,
+            has_entropy=network.has_entropy,
             batch_multiple=batch_multiple(device),
         )
         super().__init__({POLICY: network}, facts, dtype=torch.float32, device=device)
@@ -81,21 +83,19 @@ class PolicyBundle(Bundle):
         Args:
             path: the folder of an export (`unirl export`), or `quickstart`, a policy that is part of this package.
         """
-        folder = SHIPPED.get(path, Path(path).expanduser())
-        if not (folder / CONFIG).is_file():
-            raise NotFoundError(
-                f"bundle.path={path}: there is no {folder / CONFIG}. Give the folder of an exported policy, such as "
-                "runs/RUN/export/CHECKPOINT/full, or quickstart"
-            )
-        settings = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        kind = KINDS.get(settings.pop("kind", ""))
-        if kind is None:
-            raise NotFoundError(f"{folder / CONFIG}: kind must be one of {', '.join(KINDS)}. The file is no policy's")
+        folder = folder_of(path)
+        kind, settings = kind_in(folder, path)
         bundle = kind(device=device, **settings)
         bundle.path = path
         weights = load_file(folder / WEIGHTS)
         bundle.trainable().load_state_dict(weights)
         return bundle
+
+    @classmethod
+    def facts_from(cls, settings: Mapping[str, Any]) -> ActionFacts:
+        """The facts of the policy with these settings of a recipe, without its weights."""
+        kind, found = kind_in(folder_of(settings["path"]), settings["path"])
+        return kind.facts_from(found)
 
     def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> Path:
         """Write the policy, with `tensors` in place of its own parameters, so that `from_files` reads it."""
@@ -136,6 +136,24 @@ def positive(**values: int) -> None:
             raise InvalidValueError(f"bundle.{name} must be >= 1, got {value}")
 
 
+def described(
+    policy: type[PolicyNetwork], settings: Mapping[str, Any], actions: ActionSpace, chunk: int = 1
+) -> ActionFacts:
+    """The facts of a network of this class, which is not built.
+
+    Args:
+        settings: those of the bundle.
+    """
+    return ActionFacts(
+        family=policy.__name__,
+        observations=shapes_of(settings["observations"]),
+        actions=actions,
+        chunk=chunk,
+        is_squashed=policy.is_squashed,
+        has_entropy=policy.has_entropy,
+    )
+
+
 class CategoricalBundle(PolicyBundle):
     """A policy of discrete actions."""
 
@@ -167,6 +185,11 @@ class CategoricalBundle(PolicyBundle):
         network = CategoricalPolicy(shapes, space, width, depth, activation, key_seed(seed, POLICY))
         settings = {"actions": actions, "width": width}
         super().__init__(network, shapes, settings, device=device, depth=depth, activation=activation)
+
+    @classmethod
+    def facts_from(cls, settings: Mapping[str, Any]) -> ActionFacts:
+        actions = DiscreteActions(settings["actions"])
+        return described(CategoricalPolicy, settings, actions)
 
 
 class GaussianBundle(PolicyBundle):
@@ -207,6 +230,11 @@ class GaussianBundle(PolicyBundle):
             network = GaussianPolicy(shapes, space, width, depth, activation, start, log_std)
         settings = {"actions": actions, "squashed": squashed, "log_std": log_std, "width": width}
         super().__init__(network, shapes, settings, device=device, depth=depth, activation=activation)
+
+    @classmethod
+    def facts_from(cls, settings: Mapping[str, Any]) -> ActionFacts:
+        policy = SquashedGaussianPolicy if settings["squashed"] else GaussianPolicy
+        return described(policy, settings, ContinuousActions(settings["actions"]))
 
 
 class FlowBundle(PolicyBundle):
@@ -261,8 +289,38 @@ class FlowBundle(PolicyBundle):
         settings = {"actions": actions, "chunk": chunk, "num_steps": num_steps, "eta": eta, "width": width}
         super().__init__(network, shapes, settings, device=device, depth=depth, activation=activation)
 
+    @classmethod
+    def facts_from(cls, settings: Mapping[str, Any]) -> ActionFacts:
+        return described(FlowPolicy, settings, ContinuousActions(settings["actions"]), settings["chunk"])
 
-KINDS: Mapping[str, Callable[..., PolicyBundle]] = {
+
+KINDS: Mapping[str, type[PolicyBundle]] = {
     kind.__name__: kind for kind in (CategoricalBundle, GaussianBundle, FlowBundle)
 }
 """The kinds of policies that an export may be, by name."""
+
+
+def folder_of(path: str) -> Path:
+    """The folder of an exported policy, or of one that is part of this package."""
+    return SHIPPED.get(path, Path(path).expanduser())
+
+
+def kind_in(folder: Path, path: str) -> tuple[type[PolicyBundle], dict[str, Any]]:
+    """The class of the policy in a folder, and the arguments that build it.
+
+    Args:
+        path: the setting `bundle.path`, for messages.
+
+    Raises:
+        NotFoundError: 4001, the folder has no policy.
+    """
+    if not (folder / CONFIG).is_file():
+        raise NotFoundError(
+            f"bundle.path={path}: there is no {folder / CONFIG}. Give the folder of an exported policy, such as "
+            "runs/RUN/export/CHECKPOINT/full, or quickstart"
+        )
+    settings = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    kind = KINDS.get(settings.pop("kind", ""))
+    if kind is None:
+        raise NotFoundError(f"{folder / CONFIG}: kind must be one of {', '.join(KINDS)}. The file is no policy's")
+    return kind, settings

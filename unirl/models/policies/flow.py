@@ -114,8 +114,9 @@ class FlowPolicy(PolicyNetwork):
         count, total = len(actions), actions.new_zeros(len(actions))
         if not steps:
             return total
-        levels = torch.tensor([self.level(step) for step in steps], device=actions.device)
-        x = actions[:, steps].flatten(0, 1)  # row by row, step by step
+        # No list becomes a tensor of the device here, for which the host would wait.
+        levels = torch.stack([actions.new_full((), self.level(step)) for step in steps])
+        x = torch.stack([actions[:, step] for step in steps], dim=1).flatten(0, 1)  # row by row, step by step
         v = self.velocity(parameters.repeat_interleave(len(steps), 0), x, levels.repeat(count))
         v = v.unflatten(0, (count, len(steps)))
         for i, step in enumerate(steps):

@@ -132,6 +132,8 @@ class PolicyNetwork(nn.Module):
     """Actions of one decision."""
     is_squashed: ClassVar[bool] = False
     """Executed actions lie in (-1, 1), and they and their log-probs are differentiable functions of the noise."""
+    has_entropy: ClassVar[bool] = True
+    """The entropy has a closed form."""
 
     def forward(
         self,
@@ -280,7 +282,7 @@ class SquashedGaussianPolicy(EncodedPolicy):
     """
 
     is_squashed = True
-
+    has_entropy = False
     noise = "normal"
 
     def __init__(

@@ -6,6 +6,7 @@ reset -> observe -> decide -> step -> observe -> ... -> the episode ends, or the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -13,14 +14,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from unirl.config.build import build
 from unirl.config.errors import EpisodeError, IncompatibleError
+from unirl.config.node import Node
 from unirl.models.base import response_of
 from unirl.models.loading.base_model import OWN_LAYOUT, BaseModel
 from unirl.models.policies.bundle import PolicyBundle
 from unirl.models.policies.stage import ActionCanaryInputs, ActionStage
 from unirl.sde.noise import NoiseSource, key_seed
 from unirl.types.batch import bounds_of
-from unirl.types.environments import Environment, EnvironmentStep, EpisodeStart, Observations
+from unirl.types.environments import Environment, EnvironmentSpaces, EnvironmentStep, EpisodeStart, Observations
 from unirl.types.facts import ActionFacts
 from unirl.types.primitives import Episodes
 from unirl.types.progress import progress
@@ -79,9 +82,46 @@ class PolicyPipeline:
         self.facts: ActionFacts = bundle.facts
         self.stage = bundle.stage()
         self.env = env
-        misfit = self.facts.misfit(env.spaces)
-        if misfit is not None:
-            raise IncompatibleError(f"bundle and pipeline.env: {misfit}")
+        check_spaces(self.facts, env.spaces)
+
+    @classmethod
+    def check_recipe(
+        cls,
+        facts: ActionFacts,
+        sampling: ActionSamplingParams,
+        evaluation: ActionSamplingParams | None,
+        settings: Mapping[str, object],
+    ) -> list[str]:
+        """Refuses a policy or sampling settings that do not fit the environment, which is made once and closed.
+
+        Args:
+            evaluation: the sampling settings of evaluations. None if there are none.
+            settings: the block `pipeline` of a recipe.
+
+        Returns:
+            Notices about the recipe.
+
+        Raises:
+            DependencyError: 3001, a library of the environment is missing.
+            ConfigError: 2004 for a setting of the environment, 2020 for parts that do not fit.
+        """
+        with closing(environment_in(settings)) as env:
+            check_spaces(facts, env.spaces)
+            check_limit(sampling, env.spaces)
+            check_chunk(facts.chunk, sampling.max_steps, env.spaces.most_steps)
+            if evaluation is not None:
+                check_limit(evaluation, env.spaces, "in evaluations, ")
+            if env.is_keyed:
+                return []
+            return [
+                f"pipeline.env: {type(env).__name__} is not keyed, so equal starts and actions give other episodes. "
+                "Determinism class of the run: statistical. A second or a resumed run is equal in distribution only"
+            ]
+
+    @classmethod
+    def check_installed(cls, settings: Mapping[str, object]) -> None:
+        """Raises DependencyError (3001) if a library of the environment is missing."""
+        environment_in(settings).close()
 
     def stage_of(self, track: str) -> ActionStage:
         """The policy, by any name."""
@@ -134,6 +174,47 @@ class PolicyPipeline:
         return ActionCanaryInputs(observations=observations, noise=noise)
 
 
+def environment_in(settings: Mapping[str, object]) -> Environment:
+    """The environment of the block `pipeline` of a recipe."""
+    node = settings["env"]
+    assert isinstance(node, Node)
+    env: Environment = build(node)
+    return env
+
+
+def check_chunk(chunk: int, limit: int | None, most_steps: int | None) -> None:
+    """Raises IncompatibleError (2020) if an episode may end before all actions of a decision are taken.
+
+    Args:
+        limit: decisions of a row, at most.
+        most_steps: steps of an episode, at most.
+    """
+    if most_steps is None or most_steps % chunk == 0 or (limit is not None and limit * chunk <= most_steps):
+        return
+    fitting = most_steps - most_steps % chunk
+    raise IncompatibleError(
+        f"bundle.chunk={chunk} does not divide the {most_steps} steps of an episode in pipeline.env, so the last "
+        "actions of a decision would be trained without being taken. "
+        f"Set {f'pipeline.env.max_steps={fitting}, or ' if fitting else ''}a chunk that divides {most_steps}"
+    )
+
+
+def check_spaces(facts: ActionFacts, spaces: EnvironmentSpaces) -> None:
+    """Raises IncompatibleError (2020) for a policy that cannot act in an environment."""
+    misfit = facts.misfit(spaces)
+    if misfit is not None:
+        raise IncompatibleError(f"bundle and pipeline.env: {misfit}")
+
+
+def check_limit(sampling: ActionSamplingParams, spaces: EnvironmentSpaces, where: str = "") -> None:
+    """Raises IncompatibleError (2020) if an episode might never end."""
+    if sampling.max_steps is None and spaces.most_steps is None:
+        raise IncompatibleError(
+            f"{where}sampling.max_steps is absent, and the environment sets no limit to an episode, which might never "
+            "end. Set pipeline.env.max_steps, the limit of the environment, or sampling.max_steps"
+        )
+
+
 class EpisodeLoop:
     """The rows of one request, each in the slot of its own number, from the first observation to the last."""
 
@@ -142,11 +223,7 @@ class EpisodeLoop:
         self.noise = NoiseSource(params.seed, req.purpose, req.step)
         self.count = len(req)
         self.limit = params.max_steps
-        if self.limit is None and self.env.spaces.most_steps is None:
-            raise IncompatibleError(
-                "sampling.max_steps is absent, and the environment sets no limit to an episode, which might never end. "
-                "Set sampling.max_steps, or the limit of the environment"
-            )
+        check_limit(params, self.env.spaces)
         self.record = Record()
         self.episodes = [0] * self.count
         """Episodes that each row has begun."""
@@ -169,6 +246,10 @@ class EpisodeLoop:
             self.add(rows, seen, after, columns)
             ended = after.terminated | after.truncated
             is_last = self.limit is not None and decision == self.limit
+            if not (is_last or self.failed or bool(ended.any())):  # most decisions
+                observations = after.observations
+                progress("decision")
+                continue
             # The observation after a cut is not seen by a decision, but its value counts.
             cut = (after.truncated | (~ended if is_last else torch.zeros_like(ended))) & ~after.terminated
             cut &= torch.tensor([row not in self.failed for row in rows.tolist()])
@@ -198,7 +279,7 @@ class EpisodeLoop:
             draw = self.noise.normal if policy.noise == "normal" else self.noise.uniform
             self.block = draw(self.req.sample_ids, f"act{number}", (NOISE_BLOCK, *policy.noise_shape))
         assert self.block is not None
-        return self.block[rows, place]
+        return self.block[:, place] if len(rows) == self.count else self.block[rows, place]
 
     def act(self, rows: Tensor, executed: Tensor) -> EnvironmentStep:
         """The outcome of a chunk of actions [n, chunk, ...]: rewards are summed, until an episode ends."""

@@ -14,6 +14,7 @@ from unirl.models.policies.networks import Activation, ObservationValueHead, Out
 from unirl.sde.noise import key_seed
 from unirl.types.batch import Batch, row, take_rows
 from unirl.types.conditions import Conditions
+from unirl.types.device import to_device, to_host
 from unirl.types.environments import Observations
 from unirl.types.facts import ActionFacts
 from unirl.types.segments import ActionSegment
@@ -58,13 +59,15 @@ class ActionStage:
     def decide(self, observations: Observations, noise: Tensor, deterministic: bool = False) -> Outputs:
         """`actions` [N, ...] as they are recorded, `logp` [N], and what is `executed` [N, chunk, ...]; on the CPU.
 
+        The host waits once for the device.
+
         Args:
             noise: [N, *noise_shape] on the CPU.
             deterministic: take the most likely actions.
         """
         outputs = self._forward(observations, noise=noise, deterministic=deterministic)
-        outputs["executed"] = self.policy.executed(outputs["actions"])
-        return {name: tensor.cpu() for name, tensor in outputs.items()}
+        actions, logp = to_host([outputs["actions"], outputs["logp"]])
+        return {"actions": actions, "logp": logp, "executed": self.policy.executed(actions)}
 
     def replay(
         self,
@@ -80,7 +83,7 @@ class ActionStage:
         state_values = None
         if values is not None:
             assert self.value_head is not None, "a stack whose loss needs a value head provides it"
-            padded = self._padded(observations, len(segment.logp))
+            padded = self._padded(observations, len(segment.logp), self._device())
             state_values = self.value_head(padded)[: len(segment.logp)]
         return TokenReplay(outputs["logp"], outputs.get("entropy"), state_values)
 
@@ -99,19 +102,24 @@ class ActionStage:
         deterministic: bool = False,
         entropy: bool = False,
     ) -> Outputs:
-        count = len(next(iter(observations.values())))
+        count, device = len(next(iter(observations.values()))), self._device()
         given = {"actions": actions, "noise": noise}
-        padded = {name: None if value is None else self._padded_rows(value, count) for name, value in given.items()}
+        padded = {name: None if value is None else self._rows(value, count, device) for name, value in given.items()}
         outputs = self.network(
-            self._padded(observations, count), **padded, deterministic=deterministic, entropy=entropy
+            self._padded(observations, count, device), **padded, deterministic=deterministic, entropy=entropy
         )
         return {name: tensor[:count] for name, tensor in outputs.items()}
 
-    def _padded(self, observations: Observations, count: int) -> Observations:
-        return {key: self._padded_rows(value, count) for key, value in observations.items()}
+    def _device(self) -> torch.device:
+        """Where the network is now."""
+        return next(self.network.parameters()).device
 
-    def _padded_rows(self, values: Tensor, count: int) -> Tensor:
+    def _padded(self, observations: Observations, count: int, device: torch.device) -> Observations:
+        return {key: self._rows(value, count, device) for key, value in observations.items()}
+
+    def _rows(self, values: Tensor, count: int, device: torch.device) -> Tensor:
         """The rows on the device of the network, padded so that their bits do not depend on their number."""
-        values = values.to(next(self.network.parameters()).device)
-        rows = padded_rows(count, self.facts.batch_multiple)
-        return values if len(rows) == count else take_rows(values, rows)
+        values = to_device(values, device)
+        if count % self.facts.batch_multiple == 0:
+            return values
+        return take_rows(values, padded_rows(count, self.facts.batch_multiple))

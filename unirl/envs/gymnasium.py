@@ -55,6 +55,7 @@ class GymnasiumEnvironment:
         frame_stack: Annotated[int, msgspec.Meta(ge=1)] = 1,
         timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0,
         render: bool = False,
+        cameras: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
         """
         Args:
@@ -68,6 +69,8 @@ class GymnasiumEnvironment:
             frame_stack: number of newest observations that are joined along their first axis.
             timeout_s: seconds that an environment in a worker may take for a reset or a step.
             render: draw images of the episodes, in addition to observations.
+            cameras: height and width of an image by the name of a camera of a MuJoCo environment. The images are
+                observations with the names of their cameras, beside the environment's own. null: none.
 
         Raises:
             DependencyError: 3001, a library is missing.
@@ -82,6 +85,7 @@ class GymnasiumEnvironment:
             observation_keys=tuple(observation_keys),
             frame_stack=frame_stack,
             render=render,
+            cameras=dict(cameras or {}),
         )
         self._open(source, workers, timeout_s)
 

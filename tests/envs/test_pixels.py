@@ -10,6 +10,7 @@ import torch
 from tests.processes import run_python
 from unirl.config.errors import InvalidValueError, UnsupportedEnvironmentError
 from unirl.envs.gymnasium import GymnasiumEnvironment
+from unirl.envs.maniskill import ManiSkillImageEnvironment
 from unirl.envs.pixel_reach import NEAR, RADIUS, STRIDE, PixelReachEnvironment
 from unirl.testing import check_environment
 from unirl.types.environments import EpisodeStart
@@ -119,3 +120,23 @@ def test_a_camera_that_does_not_exist_is_named(id: str, why: str) -> None:
     with pytest.raises(UnsupportedEnvironmentError) as caught:
         GymnasiumEnvironment(id=id, cameras={"wrist": (32, 32)})
     assert why in str(caught.value)
+
+
+def test_a_stand_in_plays_the_episodes_of_the_toy_environment() -> None:
+    """Through Gymnasium, whose start passes on the task in words; also in a worker."""
+    plain = PixelReachEnvironment(size=24, actions=7)
+    starts = [EpisodeStart(seed=4, task="reach the red disc"), EpisodeStart(seed=4, task="reach the blue disc")]
+    actions = torch.rand(5, 2, 7, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    for workers in (0, 1):
+        stand_in = ManiSkillImageEnvironment(id="toy", image_size=(24, 24), workers=workers)
+        assert stand_in.spaces.observations == {"base_camera": (3, 24, 24)}
+        assert stand_in.spaces.actions == plain.spaces.actions
+        first, expected = stand_in.reset([0, 1], starts), plain.reset([0, 1], starts)
+        assert torch.equal(first["base_camera"], expected["pixels"])
+        for action in actions:
+            step, other = stand_in.step([0, 1], action), plain.step([0, 1], action)
+            assert torch.equal(step.observations["base_camera"], other.observations["pixels"])
+            assert torch.equal(step.rewards, other.rewards) and torch.equal(step.success, other.success)
+            if (step.terminated | step.truncated).any():
+                break
+        stand_in.close()

@@ -40,8 +40,8 @@ class GymnasiumEnvironment:
     Observations that are a Box or Discrete space have the key `state`; those of a Dict space have their own keys.
     Numbers become float32, a Discrete observation becomes one-hot, and uint8 images stay uint8, as [C, H, W].
     Continuous actions in [-1, 1] are scaled to the bounds of the action space. `reset` seeds the environment with the
-    seed of the start, and passes its options on; the task of a start is for the policy. `info["success"]` or
-    `info["is_success"]` reports success.
+    seed of the start, and passes on its options, and as `task` the words of its task, if it has one. `info["success"]`
+    or `info["is_success"]` reports success.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class GymnasiumEnvironment:
     def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> Observations:
         """Start one episode in each slot. `unirl.types.environments.Environment.reset` has the contract."""
         observations, failures = self._slots.reset(
-            slots, [start.seed for start in starts], [start.options for start in starts]
+            slots, [start.seed for start in starts], [options_of(start) for start in starts]
         )
         for row, reason in failures.items():
             raise EpisodeError(
@@ -148,6 +148,11 @@ class GymnasiumEnvironment:
         """Close all environments."""
         self._running.clear()
         self._slots.close()
+
+
+def options_of(start: EpisodeStart) -> Mapping[str, object]:
+    """The options of a reset: those of the start, and its task in words as `task` if it has one."""
+    return {**start.options, "task": start.task} if start.task else start.options
 
 
 def as_tensors(arrays: Arrays) -> Observations:

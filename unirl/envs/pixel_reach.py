@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +18,9 @@ from unirl.types.environments import (
     EpisodeStart,
     Observations,
 )
+
+if TYPE_CHECKING:
+    import gymnasium
 
 PIXELS = "pixels"
 COLOURS = {"red": 0, "blue": 2}
@@ -145,3 +149,39 @@ def target_of(task: str) -> int:
             "`reach the blue disc`"
         )
     return named[0]
+
+
+def make_stand_in(
+    id: str, *, render_mode: str | None, camera: str, size: tuple[int, int], actions: int
+) -> gymnasium.Env[Any, Any]:
+    """One such environment for Gymnasium, in place of a simulator with the same camera and number of actions.
+
+    Args:
+        size: height and width of the image, which are equal.
+    """
+    import gymnasium
+    from gymnasium import spaces
+
+    slot = PixelReachEnvironment(size=min(size), actions=actions)
+
+    class StandIn(gymnasium.Env[Any, Any]):
+        """Shows [H, W, 3] uint8 images of the camera."""
+
+        observation_space = spaces.Dict({camera: spaces.Box(0, 255, (min(size), min(size), 3), np.uint8)})
+        action_space = spaces.Box(-1.0, 1.0, (actions,), np.float32)
+
+        def reset(
+            self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+        ) -> tuple[Any, dict[str, Any]]:
+            task = str((options or {}).get("task", ""))
+            return self._seen(slot.reset([0], [EpisodeStart(seed=seed or 0, task=task)])), {}
+
+        def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+            step = slot.step([0], torch.from_numpy(np.asarray(action, np.float32))[None])
+            ends = bool(step.terminated), bool(step.truncated)
+            return self._seen(step.observations), float(step.rewards), *ends, {"success": bool(step.success)}
+
+        def _seen(self, observations: Observations) -> dict[str, Any]:
+            return {camera: observations[PIXELS][0].permute(1, 2, 0).numpy()}
+
+    return StandIn()

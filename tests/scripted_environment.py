@@ -86,12 +86,14 @@ def pipeline(env: Clocks, seed: int = 0) -> PolicyPipeline:
     return PolicyPipeline(bundle, env=env)
 
 
-def request(rows: int = 4, *, step: int = 0, groups: Sequence[str] = (), **settings: object) -> RolloutReq:
+def request(
+    rows: int = 4, *, step: int = 0, groups: Sequence[str] = (), tasks: Sequence[str] = (), **settings: object
+) -> RolloutReq:
     params = replace(ActionSamplingParams(), **settings)
     return RolloutReq(
         sample_ids=[f"s{i}" for i in range(rows)],
         group_ids=list(groups) or [f"g{i}" for i in range(rows)],
-        primitives={"text": Texts(texts=[""] * rows)},
+        primitives={"text": Texts(texts=list(tasks) or [""] * rows)},
         metadata=[{} for _ in range(rows)],
         tracks={"action": TrackSpec(sampling=params)},
         purpose="r",

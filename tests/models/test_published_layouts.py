@@ -35,7 +35,10 @@ from unirl.models.loading.saved_weights import LANGUAGE_WEIGHTS
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
 
-OWN_LAYOUTS = {"ByteDance-Seed/BAGEL-7B-MoT", "stepfun-ai/NextStep-1-Large", "tencent/HunyuanImage-3.0-Instruct"}
+OWN_LAYOUTS = {
+    *("ByteDance-Seed/BAGEL-7B-MoT", "stepfun-ai/NextStep-1-Large", "tencent/HunyuanImage-3.0-Instruct"),
+    "openvla/openvla-7b",
+}
 """Models of neither library. Tests of their families write, download and load their files."""
 
 each_pipeline = pytest.mark.parametrize("hub_id", PIPELINES)

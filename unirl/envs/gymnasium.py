@@ -40,8 +40,8 @@ class GymnasiumEnvironment:
     Observations that are a Box or Discrete space have the key `state`; those of a Dict space have their own keys.
     Numbers become float32, a Discrete observation becomes one-hot, and uint8 images stay uint8, as [C, H, W].
     Continuous actions in [-1, 1] are scaled to the bounds of the action space. `reset` seeds the environment with the
-    seed of the start, and passes its options on; the task of a start is for the policy. `info["success"]` or
-    `info["is_success"]` reports success.
+    seed of the start, and passes on its options, and as `task` the words of its task, if it has one. `info["success"]`
+    or `info["is_success"]` reports success.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class GymnasiumEnvironment:
         frame_stack: Annotated[int, msgspec.Meta(ge=1)] = 1,
         timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0,
         render: bool = False,
+        cameras: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
         """
         Args:
@@ -68,6 +69,8 @@ class GymnasiumEnvironment:
             frame_stack: number of newest observations that are joined along their first axis.
             timeout_s: seconds that an environment in a worker may take for a reset or a step.
             render: draw images of the episodes, in addition to observations.
+            cameras: height and width of an image by the name of a camera of a MuJoCo environment. The images are
+                observations with the names of their cameras, beside the environment's own. null: none.
 
         Raises:
             DependencyError: 3001, a library is missing.
@@ -82,6 +85,7 @@ class GymnasiumEnvironment:
             observation_keys=tuple(observation_keys),
             frame_stack=frame_stack,
             render=render,
+            cameras=dict(cameras or {}),
         )
         self._open(source, workers, timeout_s)
 
@@ -107,7 +111,7 @@ class GymnasiumEnvironment:
     def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> Observations:
         """Start one episode in each slot. `unirl.types.environments.Environment.reset` has the contract."""
         observations, failures = self._slots.reset(
-            slots, [start.seed for start in starts], [start.options for start in starts]
+            slots, [start.seed for start in starts], [options_of(start) for start in starts]
         )
         for row, reason in failures.items():
             raise EpisodeError(
@@ -145,6 +149,11 @@ class GymnasiumEnvironment:
         """Close all environments."""
         self._running.clear()
         self._slots.close()
+
+
+def options_of(start: EpisodeStart) -> Mapping[str, object]:
+    """The options of a reset: those of the start, and its task in words as `task` if it has one."""
+    return {**start.options, "task": start.task} if start.task else start.options
 
 
 def as_tensors(arrays: Arrays) -> Observations:

@@ -37,6 +37,7 @@ class MetaWorldEnvironment(GymnasiumEnvironment):
         frame_stack: Annotated[int, msgspec.Meta(ge=1)] = 1,
         timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0,
         render: bool = False,
+        cameras: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
         """
         Args:
@@ -46,6 +47,8 @@ class MetaWorldEnvironment(GymnasiumEnvironment):
             frame_stack: number of newest observations that are joined along their first axis.
             timeout_s: seconds that an environment in a worker may take for a reset or a step.
             render: draw images of the episodes.
+            cameras: height and width of an image by the name of a camera, such as `corner` or `gripperPOV`. The images
+                are observations with the names of their cameras, beside `state`. null: none.
 
         Raises:
             DependencyError: 3001, metaworld is not installed.
@@ -65,6 +68,7 @@ class MetaWorldEnvironment(GymnasiumEnvironment):
             max_steps=max_steps,
             frame_stack=frame_stack,
             render=render,
+            cameras=dict(cameras or {}),
         )
         self._open(source, workers, timeout_s)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from unirl.envs.cameras import with_cameras
 from unirl.envs.spaces import STATE, Array, Arrays, Codec, Reader, codec_of, empty_rows, readers_of, write_numbers
 
 if TYPE_CHECKING:
@@ -34,9 +35,15 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     observation_keys: tuple[str, ...] = ()
     frame_stack: int = 1
     render: bool = False
+    cameras: dict[str, tuple[int, int]] = {}
+    """Height and width of the images of a MuJoCo camera, by its name."""
 
     def make(self) -> gymnasium.Env[Any, Any]:
         """A new environment."""
+        made = self._made()
+        return with_cameras(made, self.cameras) if self.cameras else made
+
+    def _made(self) -> gymnasium.Env[Any, Any]:
         from gymnasium.wrappers import TimeLimit
 
         module, _, function = self.maker.partition(":")

@@ -199,8 +199,8 @@ class Exporter:
 
     @property
     def usual_formats(self) -> tuple[str, ...]:
-        """The formats of what was trained: adapters in all that there are, or the whole model."""
-        return self.pipeline.lora_formats if self.lora else ("full",)
+        """The formats of what was trained: adapters in all that there are, or the whole model if there are none."""
+        return (self.pipeline.lora_formats if self.lora else ()) or ("full",)
 
     def write(self, folder: Path, format: str, weights: str = "live") -> Path:
         """The weights `live` or of a snapshot, in `format`; gives back what was written."""
@@ -218,13 +218,13 @@ class Exporter:
 
         Raises CheckpointError (7001) when float32 arithmetic cannot explain the difference.
         """
-        checks: dict[str, Callable[..., float]] = dict.fromkeys(
-            self.pipeline.lora_formats[:1], self.pipeline.verify_lora
-        )
-        checks["full"] = self.pipeline.verify_model
-        if format not in checks:
+        check: Callable[..., float]
+        if format == "full":
+            check = self.pipeline.verify_model
+        elif format in self.pipeline.lora_formats[:1]:
+            check = self.pipeline.verify_lora
+        else:
             return None
-        check = checks[format]
         with torch.no_grad(), nullcontext() if weights == "live" else self.backend.weights(weights):
             difference = check(folder, texts, params)
         if self.pipeline.bundle.dtype == torch.float32 and not difference <= TOLERANCE:

@@ -9,10 +9,12 @@ from typing import Protocol
 from torch import Tensor
 
 Observations = dict[str, Tensor]
-"""Observations by key, such as `state`: [B, *shape] float32, or uint8 for pixels, on the CPU."""
+"""Observations by key, such as `state`: [B, *shape] float32 numbers, or [B, C, H, W] uint8 images, on the CPU."""
 
 STATE = "state"
 """The key of the observations of an environment whose observation is one array."""
+INSTRUCTION = "instruction"
+"""The key of the tokens of a task's text: [B, L] int64. The policy makes them; no environment shows them."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class EpisodeStart:
     seed: int
     """Equal seeds start equal episodes, if the environment is keyed."""
     task: str = ""
-    """The instruction, for environments and policies with several tasks."""
+    """The instruction in words, for environments and policies with several tasks. Empty: there is none."""
     options: Mapping[str, object] = field(default_factory=dict)
     """What the environment itself knows by name, such as the number of a recorded initial state."""
 

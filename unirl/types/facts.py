@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from unirl.types.environments import ActionSpace, EnvironmentSpaces
+from unirl.types.environments import INSTRUCTION, ActionSpace, EnvironmentSpaces
 from unirl.types.protocols import GuidanceLike, SigmaScheduleLike
 from unirl.types.sampling import (
     ActionSamplingParams,
@@ -282,6 +282,8 @@ class ActionFacts(ModelFacts):
     def misfit(self, spaces: EnvironmentSpaces) -> str | None:
         """Why the policy cannot act in environments with these spaces, and the way out; None if it can."""
         for key, shape in self.observations.items():
+            if key == INSTRUCTION:
+                continue
             if key not in spaces.observations:
                 shown = ", ".join(spaces.observations)
                 return (

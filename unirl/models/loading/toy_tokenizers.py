@@ -165,3 +165,11 @@ def byte_letters() -> list[str]:
     printable = {*PRINTABLE, *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+def llama_tokenizer() -> PreTrainedTokenizerBase:
+    """A Llama 2 tokenizer with 99 tokens. Every text begins with <s>."""
+    from transformers import LlamaTokenizer
+
+    pieces = ["<unk>", "<s>", "</s>", "\n", "\u2581", *map(chr, PRINTABLE)]
+    return LlamaTokenizer(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], add_bos_token=True)

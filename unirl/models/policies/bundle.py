@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -39,10 +40,30 @@ SHIPPED = {"quickstart": Path(__file__).parent / "quickstart"}
 """Policies that are part of this package, by their `path`."""
 
 
-class PolicyBundle(Bundle):
-    """The base of bundles with one policy network. `PolicyBundle.from_files` reads an exported one of any kind."""
+class ActionBundle(Bundle):
+    """The base of all bundles whose trained network is a policy that acts."""
 
     facts: ActionFacts
+
+    @abstractmethod
+    def stage(self) -> ActionStage: ...
+
+    @abstractmethod
+    def untrained(self) -> nn.Module:
+        """A second network of this kind on the CPU, with the weights from which training started, or new ones."""
+
+    @abstractmethod
+    def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> Path:
+        """Write the policy, with `tensors` in place of its own parameters, so that `reopened` reads it."""
+
+    @abstractmethod
+    def reopened(self, folder: Path) -> ActionBundle:
+        """The policy that `write` wrote, on the device of this one."""
+
+
+class PolicyBundle(ActionBundle):
+    """The base of bundles with one policy network. `PolicyBundle.from_files` reads an exported one of any kind."""
+
     path = "new weights"
     """The folder of the exported policy, for the model card."""
 
@@ -97,8 +118,10 @@ class PolicyBundle(Bundle):
         kind, found = kind_in(folder_of(settings["path"]), settings["path"])
         return kind.facts_from(found)
 
+    def reopened(self, folder: Path) -> PolicyBundle:
+        return self.from_files(self.device, path=str(folder))
+
     def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> Path:
-        """Write the policy, with `tensors` in place of its own parameters, so that `from_files` reads it."""
         folder.mkdir(parents=True, exist_ok=True)
         state = {name: tensor.detach().cpu() for name, tensor in self.untrained().state_dict().items()} | dict(tensors)
         save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / WEIGHTS)

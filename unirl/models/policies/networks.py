@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, Normal
 from torch.nn.functional import softplus
 
-from unirl.config.errors import IncompatibleError
+from unirl.config.errors import IncompatibleError, InvalidValueError
 from unirl.types.environments import ActionSpace, ContinuousActions, DiscreteActions, Observations
 
 if TYPE_CHECKING:
@@ -29,21 +29,22 @@ Activation = Literal["tanh", "relu", "silu"]
 ACTIVATIONS: Mapping[Activation, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
 Shapes = Mapping[str, Sequence[int]]
 """The shapes of observations by key."""
+LARGE_IMAGE, SMALLEST_IMAGE = 36, 15
+"""Pixels per side for which the filters of 8, 4 and 3 pixels fit, and those of 3, 3 and 3 pixels."""
 
 
 class ObservationEncoder(nn.Module):
     """Features [N, width] of observations: layers of `width` units, for images after convolutions.
 
-    The convolutions are those of Mnih et al. 2015 (doi:10.1038/nature14236).
+    The convolutions are those of Mnih et al. 2015 (doi:10.1038/nature14236). Their filters need 36 pixels per side, so
+    smaller images pass through filters of 3 x 3 with stride 2.
     """
 
     def __init__(self, shapes: Shapes, width: int, depth: int, activation: Activation) -> None:
         super().__init__()
         self.shapes = {key: tuple(shape) for key, shape in shapes.items()}
         act = ACTIVATIONS[activation]
-        self.images = nn.ModuleDict(
-            {key: image_layers(shape[0]) for key, shape in self.shapes.items() if len(shape) == 3}
-        )
+        self.images = nn.ModuleDict({key: image_layers(shape) for key, shape in self.shapes.items() if len(shape) == 3})
         for key, shape in self.shapes.items():
             if key not in self.images:
                 self.register_buffer(f"{key}_mean", torch.zeros(shape))
@@ -89,14 +90,22 @@ class ObservationEncoder(nn.Module):
                 self.get_buffer(f"{key}_std").copy_(torch.where(std > 1e-6, std, 1.0))
 
 
-def image_layers(channels: int) -> nn.Sequential:
-    """Three convolutions from [N, channels, H, W] to [N, features]."""
+def image_layers(shape: Sequence[int]) -> nn.Sequential:
+    """Three convolutions from [N, C, H, W] to [N, features], for images of `shape` [C, H, W]."""
+    channels, height, width = shape
+    if min(height, width) < SMALLEST_IMAGE:
+        raise InvalidValueError(
+            f"bundle.observations: an image of {height} x {width} pixels is too small for three convolutions. Use "
+            f"images of at least {SMALLEST_IMAGE} pixels per side"
+        )
+    filters = ((8, 4), (4, 2), (3, 1)) if min(height, width) >= LARGE_IMAGE else ((3, 2), (3, 2), (3, 2))
+    (first, first_stride), (second, second_stride), (third, third_stride) = filters
     return nn.Sequential(
-        nn.Conv2d(channels, 32, 8, stride=4),
+        nn.Conv2d(channels, 32, first, stride=first_stride),
         nn.ReLU(),
-        nn.Conv2d(32, 64, 4, stride=2),
+        nn.Conv2d(32, 64, second, stride=second_stride),
         nn.ReLU(),
-        nn.Conv2d(64, 64, 3),
+        nn.Conv2d(64, 64, third, stride=third_stride),
         nn.ReLU(),
         nn.Flatten(),
     )

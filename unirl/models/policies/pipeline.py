@@ -19,7 +19,7 @@ from unirl.config.errors import EpisodeError, IncompatibleError
 from unirl.config.node import Node
 from unirl.models.base import response_of
 from unirl.models.loading.base_model import OWN_LAYOUT, BaseModel
-from unirl.models.policies.bundle import PolicyBundle
+from unirl.models.policies.bundle import ActionBundle
 from unirl.models.policies.stage import ActionCanaryInputs, ActionStage
 from unirl.sde.noise import NoiseSource, key_seed
 from unirl.types.batch import bounds_of
@@ -73,7 +73,7 @@ class PolicyPipeline:
 
     capabilities: ClassVar[Capabilities] = Capabilities(modalities=("action",))
 
-    def __init__(self, bundle: PolicyBundle, *, env: Environment) -> None:
+    def __init__(self, bundle: ActionBundle, *, env: Environment) -> None:
         """
         Args:
             env: the environments. Each row of a request acts in one of them.
@@ -157,19 +157,18 @@ class PolicyPipeline:
         return BaseModel(library=OWN_LAYOUT)
 
     def write_model(self, tensors: Mapping[str, Tensor], folder: Path) -> Path:
-        """Write the policy, with `tensors` in place of its own, as a folder that `PolicyBundle.from_files` reads."""
+        """Write the policy, with `tensors` in place of its own, as a folder that `bundle.reopened` reads."""
         return self.bundle.write(folder, tensors)
 
     def verify_model(self, folder: Path, texts: Sequence[str], params: ActionSamplingParams) -> float:
         """Max abs difference between what this policy and the one in `folder` do with fixed observations and noise."""
-        inputs, other = self.canary_inputs(), PolicyBundle.from_files(self.bundle.device, path=str(folder))
+        inputs, other = self.canary_inputs(), self.bundle.reopened(folder)
         return float((self.stage.canary(inputs).values - other.stage().canary(inputs).values).abs().max())
 
     def canary_inputs(self) -> ActionCanaryInputs:
         """Fixed observations and noise."""
         generator = torch.Generator().manual_seed(key_seed(0, "canary"))
-        shapes = {key: (NUM_CANARIES, *shape) for key, shape in self.facts.observations.items()}
-        observations = {key: torch.rand(shape, generator=generator) for key, shape in shapes.items()}
+        observations = self.stage.examples(NUM_CANARIES, generator)
         noise = torch.rand(NUM_CANARIES, *self.stage.policy.noise_shape, generator=generator)
         return ActionCanaryInputs(observations=observations, noise=noise)
 
@@ -231,6 +230,7 @@ class EpisodeLoop:
         self.failed: dict[int, str] = {}
         """Why the environments of some rows failed, by row."""
         self.block: Tensor | None = None
+        self.instructions = self.stage.instructions(req.prompts())
 
     def run(self) -> EpisodeLoop:
         """Act until every row is done."""
@@ -238,7 +238,7 @@ class EpisodeLoop:
         observations = self.begin(rows.tolist())
         decision = 0
         while len(rows):
-            seen = {key: observations[key] for key in self.stage.facts.observations}
+            seen = self.seen(rows, observations)
             chosen = self.stage.decide(seen, self.noise_at(decision, rows), self.params.deterministic)
             decision += 1
             after = self.act(rows, chosen["executed"])
@@ -270,6 +270,11 @@ class EpisodeLoop:
             options = self.req.metadata[row].get(START_OPTIONS, {})
             starts.append(EpisodeStart(seed=seed, task=self.req.prompts()[row], options=options))
         return self.env.reset(rows, starts)
+
+    def seen(self, rows: Tensor, observations: Observations) -> Observations:
+        """What the policy reads of the observations [n, ...] of some rows, and the instructions of these rows."""
+        told = {key: tokens[rows] for key, tokens in self.instructions.items()}
+        return {key: observations[key] for key in self.stage.facts.observations if key not in told} | told
 
     def noise_at(self, decision: int, rows: Tensor) -> Tensor:
         """[n, *noise_shape] the noise of a decision, which depends on row and decision alone."""
@@ -325,7 +330,7 @@ class EpisodeLoop:
         nothing = torch.zeros(count, dtype=torch.bool)
         self.record.add(
             rows[where],
-            {key: after[key][where] for key in self.stage.facts.observations},
+            self.seen(rows[where], {key: value[where] for key, value in after.items()}),
             **{name: torch.zeros_like(value[where]) for name, value in columns.items()},
             loss_mask=nothing,
             rewards=torch.zeros(count),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,7 +52,23 @@ class ActionStage:
         assert isinstance(self.network, PolicyNetwork)
         return self.network
 
-    def build_value_head(self, width: int, seed: int) -> ObservationValueHead:
+    def instructions(self, texts: Sequence[str]) -> Observations:
+        """The texts of tasks as one more observation, [B, L] tokens. Empty: the policy reads no text."""
+        return {}
+
+    def examples(self, count: int, generator: torch.Generator) -> Observations:
+        """[count, *shape] random observations: levels of images, numbers in [0, 1), and an instruction."""
+        made = self.instructions(["reach"] * count)
+        for key, shape in self.facts.observations.items():
+            if key in made:
+                continue
+            if len(shape) == 3:
+                made[key] = torch.randint(256, (count, *shape), generator=generator, dtype=torch.uint8)
+            else:
+                made[key] = torch.rand(count, *shape, generator=generator)
+        return made
+
+    def build_value_head(self, width: int, seed: int) -> nn.Module:
         seed = key_seed(seed, "value_head")
         return ObservationValueHead(self.facts.observations, width, self.depth, self.activation, seed)
 
@@ -83,9 +100,12 @@ class ActionStage:
         state_values = None
         if values is not None:
             assert self.value_head is not None, "a stack whose loss needs a value head provides it"
-            padded = self._padded(observations, len(segment.logp), self._device())
-            state_values = self.value_head(padded)[: len(segment.logp)]
+            state_values = self._values(self.value_head, observations, outputs, values)[: len(segment.logp)]
         return TokenReplay(outputs["logp"], outputs.get("entropy"), state_values)
+
+    def _values(self, head: nn.Module, observations: Observations, outputs: Outputs, gradient: ValueGradient) -> Tensor:
+        """[at least sum L] values of the states of decisions. This head has an encoder of its own."""
+        return head(self._padded(observations, len(outputs["logp"]), self._device()))
 
     def canary(self, inputs: ActionCanaryInputs) -> CanaryOutput:
         """Actions and their log-probs on fixed observations."""

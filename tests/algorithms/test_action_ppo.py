@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from gymnasium.spaces import Box, Discrete
+from stable_baselines3.common.buffers import RolloutBuffer
 from torch import Tensor
 
 from tests.scripted_environment import Clocks, pipeline, request
@@ -67,6 +69,36 @@ def test_credit_is_the_recursion_of_gae_over_each_episode(settings, cuts, gamma,
     advantages, returns = credit_by_hand(rows.segment, gamma, lam)
     assert torch.allclose(credited.anchors[ADVANTAGE].double(), advantages, atol=1e-5)
     assert torch.allclose(credited.anchors[RETURN].double(), returns, atol=1e-5)
+
+
+def credit_of_stable_baselines(segment: ActionSegment, gamma: float, lam: float) -> Tensor:
+    """Advantages by the rollout buffer of Stable-Baselines3, where the reward before a cut has the value after it."""
+    advantages = torch.zeros(len(segment.logp))
+    values, ended = segment.anchors[OLD_VALUE], segment.terminated | segment.truncated
+    for row in range(len(segment)):
+        places = [t for t in range(int(segment.offsets[row]), int(segment.offsets[row + 1])) if segment.loss_mask[t]]
+        following = [float(values[t + 1]) if not segment.terminated[t] else 0.0 for t in places]
+        buffer = RolloutBuffer(
+            len(places), Box(0, 1, (1,)), Discrete(2), device="cpu", gae_lambda=lam, gamma=gamma, n_envs=1
+        )
+        for i, t in enumerate(places):
+            buffer.rewards[i, 0] = float(segment.rewards[t]) + (gamma * following[i] if segment.truncated[t] else 0.0)
+            buffer.values[i, 0] = values[t]
+            buffer.episode_starts[i, 0] = i == 0 or bool(ended[places[i - 1]])
+        last = torch.tensor([following[-1]])
+        buffer.compute_returns_and_advantage(last, dones=ended[places[-1:]].numpy())
+        advantages[places] = torch.from_numpy(buffer.advantages[:, 0])
+    return advantages
+
+
+@pytest.mark.parametrize("cuts", [False, True])
+def test_credit_is_that_of_stable_baselines_after_ends_and_cuts(cuts) -> None:
+    """A row that its limit of decisions ends goes on with the value of what follows, as theirs does."""
+    rows = with_values(rows_of(pipeline(Clocks(DiscreteActions(3), cuts)), rows=5, max_steps=23, continuing=True))
+    assert bool((rows.segment.truncated if cuts else rows.segment.terminated).any())
+    credited = ActionPPO(gamma=0.97, lam=0.8, whiten=False).credited(rows, START).segment
+    expected = credit_of_stable_baselines(rows.segment, 0.97, 0.8)
+    assert torch.allclose(credited.anchors[ADVANTAGE], expected, atol=1e-5)
 
 
 def test_with_lambda_1_and_no_values_the_advantage_is_the_return_to_go() -> None:

@@ -266,10 +266,13 @@ class ActionFacts(ModelFacts):
     actions: ActionSpace
     chunk: int = 1
     """Actions that it decides on at a time."""
+    tokens_per_decision: int = 1
+    """Tokens that the network reads for one decision."""
 
     def tokens_of(self, sampling: Sampling) -> int:
-        """The decisions of a row; 1 if the settings do not bound them."""
-        return sampling_as(ActionSamplingParams, sampling, self.family).max_steps or 1
+        """The tokens of the decisions of a row; of one decision if the settings do not bound them."""
+        decisions = sampling_as(ActionSamplingParams, sampling, self.family).max_steps or 1
+        return decisions * self.tokens_per_decision
 
     def check(self, sampling: Sampling) -> None:
         """Raises ValueError for settings of something else than actions."""

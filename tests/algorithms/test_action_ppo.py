@@ -147,6 +147,15 @@ def test_one_pass_with_one_minibatch_is_the_update_of_whole_rows() -> None:
         assert torch.allclose(single[name], value, atol=1e-6), name
 
 
+def test_minibatches_cut_into_several_forwards_make_the_same_updates() -> None:
+    """44 decisions in minibatches of 20, so that the last one has 4: a forward of 3, one of 1, and five without any."""
+    settings = {"micro_batch_size": 4, "epochs": 2, "minibatch_size": 20}
+    whole = weights_after(TransitionStack, **settings)
+    cut = weights_after(TransitionStack, **settings, forward_decisions=3)
+    for name, value in whole.items():
+        assert torch.allclose(cut[name], value, atol=1e-6), name
+
+
 def test_every_pass_trains_every_decision_once() -> None:
     policy = pipeline(Clocks(ContinuousActions(2), cuts=True))
     track = rows_of(policy, rows=4, max_steps=11, continuing=True)

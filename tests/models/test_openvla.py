@@ -281,6 +281,19 @@ def test_the_published_checkpoint_has_as_many_parameters_as_its_index_says() -> 
     assert count + last_blocks + norms + pooling == 15082474368 // 2
 
 
+def test_sizes_are_known_without_the_weights(repository: Path) -> None:
+    real, one = bundle(), bundle("parallel", 3)
+    for path in ("toy", str(repository)):
+        estimate = OpenVLABundle.estimate(path)
+        assert estimate.parameters == {"policy": sum(p.numel() for p in real.trainable().parameters())}
+        assert (estimate.num_blocks, estimate.width) == (2 + 2 + 2, 32)
+        assert len(estimate.adapted_layers()) == 2 * 7
+    assert OpenVLABundle.estimate("openvla/openvla-7b").num_blocks == 23 + 26 + 32
+    seen, noise = inputs(one.stage())
+    prompt, _ = one.stage().policy._prompt(seen)  # type: ignore[operator]
+    assert one.facts.tokens_per_decision == prompt.shape[1] + noise.shape[1]
+
+
 def published_repository(folder: Path) -> Path:
     """The toy as its publisher would have written it: bf16, two files, further tensors, statistics beside."""
     source = bundle()

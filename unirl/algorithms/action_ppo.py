@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -12,11 +14,12 @@ from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.ar_ppo import TokenCritic
 from unirl.algorithms.base import Part, TokenRows
 from unirl.algorithms.shared.critic import DenseLayout, GAEInputs, StepCredit, gae
+from unirl.algorithms.shared.kl import MAX_LOG_RATIO
 from unirl.algorithms.shared.tokens import Tokens
-from unirl.config.errors import IncompatibleError
+from unirl.config.errors import IncompatibleError, InvalidValueError
 from unirl.models.language.stage import AnyTokenStage, TokenReplay
 from unirl.types.facts import ActionFacts, ModelFacts
-from unirl.types.protocols import Needs, TrainingProgress
+from unirl.types.protocols import Anchor, Needs, TrainingProgress
 from unirl.types.sampling import ActionSamplingParams
 from unirl.types.segments import ActionSegment
 
@@ -24,17 +27,61 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
 
-def check_entropy(entropy_coef: float, facts: ModelFacts) -> None:
-    """Raises IncompatibleError for an entropy bonus of a policy whose entropy has no closed form."""
-    if entropy_coef > 0 and isinstance(facts, ActionFacts) and not facts.has_entropy:
-        raise IncompatibleError(
-            f"algorithm.entropy_coef={entropy_coef}: the entropy of a {facts.family} has no closed form. Set "
-            "algorithm.entropy_coef=0, or bundle.squashed=false"
-        )
+OLD_PARTS = "old_parts"
+"""The anchor with the old log-probs of the parts of decisions."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ActionGRPO(ARGRPO):
+class PartRatios(ARGRPO):
+    """Ratios of whole decisions, or of each of their parts: the tokens or actions of a chunk of a large policy.
+
+    With parts, P_t is the mean over the U parts of the clipped surrogate, each with a ratio r_u of its own:
+    P_t = (1 / U) sum_u -min(r_u A_t, clip(r_u, 1 - low, 1 + high) A_t)
+    """
+
+    ratio_of: Literal["decision", "part"] = "decision"
+    """What has a ratio that is clipped. What a part is, the policy says, such as `bundle.parts` of OpenVLA."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.ratio_of == "part" and self.old_logp_source == "rollout":
+            raise InvalidValueError(
+                "algorithm.ratio_of=part needs the old log-probs of parts, which rollouts do not record. Leave out "
+                "algorithm.old_logp_source"
+            )
+
+    def check_facts(self, facts: ModelFacts) -> None:
+        if self.entropy_coef > 0 and isinstance(facts, ActionFacts) and not facts.has_entropy:
+            raise IncompatibleError(
+                f"algorithm.entropy_coef={self.entropy_coef}: the entropy of a {facts.family} has no closed form. Set "
+                "algorithm.entropy_coef=0, or bundle.squashed=false"
+            )
+
+    def anchors(self) -> Mapping[str, Anchor]:
+        return {**super().anchors(), **({OLD_PARTS: Anchor("live", "parts")} if self.ratio_of == "part" else {})}
+
+    def assign_credit(
+        self, tokens: Tokens, replay: TokenReplay, rows: TokenRows, part: Part, now: TrainingProgress
+    ) -> Tokens:
+        return super().assign_credit(self.with_parts(tokens, replay, rows, part), replay, rows, part, now)
+
+    def with_parts(self, tokens: Tokens, replay: TokenReplay, rows: TokenRows, part: Part) -> Tokens:
+        """The tokens with the ratios of the parts of each decision, if these are clipped."""
+        if self.ratio_of == "decision":
+            return tokens
+        if replay.parts is None:
+            raise IncompatibleError(
+                "algorithm.ratio_of=part: the decisions of this policy have no parts. Set algorithm.ratio_of=decision, "
+                "or for OpenVLA bundle.parts=token or action"
+            )
+        old = self.anchor(rows, OLD_PARTS, part)
+        gaps = replay.parts - (replay.parts.detach() if old is None else old)
+        counted = tokens.rows.token_mask[:, None]
+        return replace(tokens, part_ratios=torch.where(counted, gaps, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActionGRPO(PartRatios):
     """`ARGRPO` on the decisions of episodes that began alike: every decision has the advantage of its episode.
 
     GRPO (arXiv:2402.03300, eq. 3), where a group is the episodes of one start, and the reward of an episode its return.
@@ -43,12 +90,9 @@ class ActionGRPO(ARGRPO):
     trains_tokens: ClassVar[bool] = True
     sampled_by: ClassVar[type] = ActionSamplingParams
 
-    def check_facts(self, facts: ModelFacts) -> None:
-        check_entropy(self.entropy_coef, facts)
-
 
 @dataclass(frozen=True, kw_only=True)
-class ActionPPO(TokenCritic):
+class ActionPPO(PartRatios, TokenCritic):
     """L = mean over decisions of  P_t + vf_coef V_t - entropy_coef H_t.
 
     P_t  the clipped surrogate of `ARGRPO`, with the advantage A_t of the decision
@@ -70,9 +114,6 @@ class ActionPPO(TokenCritic):
     @property
     def needs(self) -> Needs:
         return replace(super().needs, advantages=False)
-
-    def check_facts(self, facts: ModelFacts) -> None:
-        check_entropy(self.entropy_coef, facts)
 
     def replay(self, stage: AnyTokenStage, rows: TokenRows, *, entropy: bool = False) -> TokenReplay:
         return stage.replay(rows.conditions, rows.segment, entropy=entropy, values="head")

@@ -37,7 +37,11 @@ class ARGRPO(ClippedRatio[AnyTokenStage, PackedSegment], TokenLoss):
     def surrogate(self, tokens: Tokens, now: TrainingProgress) -> Surrogate:
         low, high = self.clip_at(now.progress)
         log_ratio = self.log_ratio(tokens)
-        losses = clipped_surrogate(log_ratio, tokens.advantages, low, high, self.dual_clip)
+        if tokens.part_ratios is None:
+            losses = clipped_surrogate(log_ratio, tokens.advantages, low, high, self.dual_clip)
+        else:
+            advantages = tokens.advantages[:, None].expand_as(tokens.part_ratios)
+            losses = clipped_surrogate(tokens.part_ratios, advantages, low, high, self.dual_clip).mean(1)
         above, below = log_ratio > math.log1p(high), log_ratio < math.log1p(-low)
         return Surrogate(losses, log_ratio, above, below, {"train/clip_range": Metric.mean(low)})
 

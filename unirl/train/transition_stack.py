@@ -41,6 +41,8 @@ class TransitionStack(TrainStack):
     """Passes over the decisions of a step."""
     minibatch_size: Annotated[int, Meta(ge=1)] = 64
     """Decisions of an update, over all devices."""
+    forward_decisions: Annotated[int, Meta(ge=1)] | None = None
+    """Decisions of one forward on each device, for networks that cannot read a minibatch at once. null: all of it."""
 
     @classmethod
     def check_recipe(cls, loss: type[StageAlgorithm[Any]], settings: Mapping[str, object], num_ranks: int) -> None:
@@ -70,8 +72,13 @@ class TransitionStack(TrainStack):
             seed = key_seed(self.backend.seed, f"minibatches{self.backend.updates}")
             order = counted[permutation(len(counted), seed)]
             for i in range(count):
-                part = single_elements(rows, order[i * size : (i + 1) * size])
-                results.append(self.update([part], work.now, first=not results))
+                minibatch = order[i * size : (i + 1) * size]
+                parts = [
+                    # Every rank makes as many forwards, so a short minibatch ends in parts without a decision.
+                    single_elements(rows, minibatch[begin : begin + (self.forward_decisions or size)])
+                    for begin in range(0, size, self.forward_decisions or size)
+                ]
+                results.append(self.update(parts, work.now, first=not results))
         results[0] = merge([results[0], work.parity])
         self.backend.finish_step()
         return TrainStepResult(tuple(results))

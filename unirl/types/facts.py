@@ -270,10 +270,13 @@ class ActionFacts(ModelFacts):
     """Executed actions lie in (-1, 1), and they and their log-probs are differentiable functions of the noise."""
     has_entropy: bool = True
     """The entropy of a decision has a closed form."""
+    tokens_per_decision: int = 1
+    """Tokens that the network reads for one decision."""
 
     def tokens_of(self, sampling: Sampling) -> int:
-        """The decisions of a row; 1 if the settings do not bound them."""
-        return sampling_as(ActionSamplingParams, sampling, self.family).max_steps or 1
+        """The tokens of the decisions of a row; of one decision if the settings do not bound them."""
+        decisions = sampling_as(ActionSamplingParams, sampling, self.family).max_steps or 1
+        return decisions * self.tokens_per_decision
 
     def check(self, sampling: Sampling) -> None:
         """Raises ValueError for settings of something else than actions."""

@@ -136,7 +136,7 @@ class Stateful(Protocol):
 REFERENCE: Final = "reference"
 """Name of the snapshot of the weights before training."""
 
-Quantity = Literal["logp", "mean", "velocity", "value"]
+Quantity = Literal["logp", "mean", "velocity", "value", "parts"]
 
 
 @dataclass(frozen=True)

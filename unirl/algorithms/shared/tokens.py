@@ -60,6 +60,8 @@ class Tokens:
     weights: Tensor  # [sum L] weight of each token's row
     rows: RowOffsets
     critic: TokenValues | None = None
+    part_ratios: Tensor | None = None
+    """[sum L, U] log importance ratios of the parts of each element, with graph. None: an element has one ratio."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +206,11 @@ class TokenLoss(PolicyGradient[AnyTokenStage, PackedSegment]):
     @staticmethod
     def _outputs(replay: TokenReplay) -> PolicyOutputs:
         outputs: PolicyOutputs = {"logp": replay.logp.detach()}
-        return outputs if replay.values is None else outputs | {"value": replay.values.detach()}
+        if replay.values is not None:
+            outputs["value"] = replay.values.detach()
+        if replay.parts is not None:
+            outputs["parts"] = replay.parts.detach()
+        return outputs
 
     def tokens(self, logp: Float[Tensor, "sum_L"], rows: TokenRows, part: Part) -> Tokens:
         """The inputs of `surrogate`, with the log of the importance ratio; zeros at tokens that are not counted."""

@@ -45,6 +45,7 @@ class TokenReplay:
     logp: Tensor  # [sum L] nats, log_softmax(logits / temperature) before top-k and top-p
     entropy: Tensor | None = None  # [sum L] nats, of the same distribution over the vocabulary; only if requested
     values: Tensor | None = None  # [sum L] fp32, V of the state before each token; only if requested
+    parts: Tensor | None = None  # [sum L, U] nats, of the parts of each decision, whose sum is logp; None without parts
 
 
 PackedT_contra = TypeVar("PackedT_contra", bound=PackedSegment, contravariant=True)

@@ -25,11 +25,12 @@ from unirl.models.language.stage import ValueGradient
 from unirl.models.loading.checkpoint import read_entries
 from unirl.models.loading.completeness import check_files, check_tensors, loading_info, read_headers
 from unirl.models.loading.dtypes import cast_module
+from unirl.models.loading.estimate import ModelEstimate, block_counts, linears_of, parameters_of, patches_of
 from unirl.models.loading.hub import copy_files, language_directory, quiet_libraries, read_json
 from unirl.models.loading.saved_weights import LANGUAGE_WEIGHTS, ModuleWeights, SafetensorsWeights, SavedWeights
 from unirl.models.loading.toy_tokenizers import llama_tokenizer
 from unirl.models.openvla.actions import STATISTICS, scale_of, statistics_of
-from unirl.models.openvla.network import HIDDEN, Config, DecodingOrder, OpenVLAPolicy
+from unirl.models.openvla.network import HIDDEN, Config, DecisionPart, DecodingOrder, OpenVLAPolicy
 from unirl.models.openvla.vision import TOWERS
 from unirl.models.policies.bundle import POLICY, ActionBundle, positive, shapes_of
 from unirl.models.policies.networks import Outputs
@@ -49,6 +50,8 @@ PROMPT = "In: What action should the robot take to {task}?\nOut:"
 """The text with which the model was trained. The task is in lower case."""
 SPACE = "\u2581"
 """The piece of the tokenizer for a space alone, which follows the prompt."""
+CAMERA, NUM_ACTIONS, PROMPT_TOKENS = "camera", 7, 64
+"""A camera, the numbers of an action, and the places of a prompt, of the usual robot."""
 EMPTY = -1
 """Stands in the places of an instruction that no token fills."""
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -66,6 +69,8 @@ class OpenVLABundle(ActionBundle):
 
     toy: ClassVar[Mapping[str, object]] = {"path": "toy", "dtype": "fp32", "prompt_tokens": 128, "unnorm_key": "toy"}
     toys: ClassVar[Mapping[str, Config]] = read_entries(Path(__file__).parent / "toy.json")
+    published: ClassVar[Mapping[str, Config]] = read_entries(Path(__file__).parent / "published.json")
+    """Configurations of public checkpoints by hub id, for plans without a connection. A run reads the files."""
     seed: ClassVar[int] = 20256
     """Seed of the random weights of the toy."""
     component_names: ClassVar[tuple[str, ...]] = (POLICY,)
@@ -78,12 +83,13 @@ class OpenVLABundle(ActionBundle):
         revision: str | None = None,
         dtype: DtypeName = "bf16",
         observations: Mapping[str, tuple[int, ...]],
-        actions: int = 7,
+        actions: int = NUM_ACTIONS,
         chunk: int = 1,
         decoding: DecodingOrder = "autoregressive",
         temperature: Annotated[float, msgspec.Meta(gt=0)] = 1.0,
         unnorm_key: str | None = None,
-        prompt_tokens: int = 64,
+        parts: DecisionPart = "token",
+        prompt_tokens: int = PROMPT_TOKENS,
         meta_init: bool = False,
     ) -> None:
         """
@@ -98,6 +104,8 @@ class OpenVLABundle(ActionBundle):
             temperature: divides the logits, in rollouts and in training.
             unnorm_key: the data set whose statistics scale actions, as `norm_stats` of config.json or
                 dataset_statistics.json name it. null: the environment gets numbers in [-1, 1].
+            parts: what of a decision has a log-prob of its own, for `algorithm.ratio_of=part`: each token, each action
+                of the chunk, or nothing but the chunk.
             prompt_tokens: places for the tokens of a prompt. A longer instruction is an error.
             meta_init: leave the network without storage. The train backend then reads only the rows of its shards.
         """
@@ -108,23 +116,40 @@ class OpenVLABundle(ActionBundle):
         self.config = self.toys[path] if self.root is None else checked_config(self.root)
         self.settings: dict[str, Any] = {
             "observations": shapes, "actions": actions, "chunk": chunk, "decoding": decoding,
-            "temperature": temperature, "unnorm_key": unnorm_key, "prompt_tokens": prompt_tokens,
+            "temperature": temperature, "unnorm_key": unnorm_key, "parts": parts, "prompt_tokens": prompt_tokens,
         }  # fmt: skip
         self.tokenizer = llama_tokenizer() if self.root is None else load_tokenizer(self.root)
-        facts = ActionFacts(
-            family=MODEL_TYPE,
-            block_class_names=("LlamaDecoderLayer", "VisionBlock"),
-            lora_targets=LORA_TARGETS,
-            observations={**shapes, INSTRUCTION: (prompt_tokens,)},
-            actions=ContinuousActions(actions),
-            chunk=chunk,
-            batch_multiple=batch_multiple(device),
-        )
+        facts = facts_of(self.config, shapes, actions, chunk, prompt_tokens, batch_multiple(device))
         torch_dtype = TORCH_DTYPES[dtype]
         network = self._empty(torch_dtype)
         if not meta_init:
             network.load_state_dict(self._state(torch_dtype), assign=True)
         super().__init__({POLICY: network}, facts, dtype=torch_dtype, device=device)
+
+    @classmethod
+    def estimate(cls, path: str, revision: str | None = None) -> ModelEstimate:
+        """The sizes of a model that is not loaded, for decisions of one action from one image."""
+        from accelerate import init_empty_weights
+
+        if path in cls.published and revision is None:
+            config = cls.published[path]
+        elif path in cls.toys:
+            config = cls.toys[path]
+        else:
+            config = checked_config(language_directory(path, revision, configs_only=True))
+        facts = facts_of(config, {CAMERA: (3, 224, 224)}, NUM_ACTIONS, 1, PROMPT_TOKENS, 1)
+        with quiet_libraries(), init_empty_weights(include_buffers=False):
+            network = OpenVLAPolicy(
+                config, cameras=(CAMERA,), actions=NUM_ACTIONS, chunk=1, decoding="parallel", temperature=1, scale=None
+            )
+        return ModelEstimate(
+            facts=facts,
+            parameters={POLICY: parameters_of(network)},
+            linears=linears_of(network),
+            patches=patches_of(network),
+            **block_counts(network, facts),
+            width=network.language_model.config.hidden_size,
+        )
 
     def stage(self) -> OpenVLAStage:
         width = self.config["text_config"]["hidden_size"]
@@ -188,6 +213,7 @@ class OpenVLABundle(ActionBundle):
                 decoding=settings["decoding"],
                 temperature=settings["temperature"],
                 scale=scale,
+                parts=settings["parts"],
             )
         cast_module(network, dtype)
         return network
@@ -264,6 +290,28 @@ class OpenVLAStage(ActionStage):
         device, is_lower = self._device().type, self.autocast_dtype != torch.float32
         with torch.autocast(device, self.autocast_dtype, enabled=is_lower):
             return super()._forward(observations, **arguments)
+
+
+def facts_of(
+    config: Config,
+    shapes: Mapping[str, tuple[int, ...]],
+    actions: int,
+    chunk: int,
+    prompt_tokens: int,
+    multiple: int,
+) -> ActionFacts:
+    """The facts of a policy that reads images of `shapes`."""
+    patches = (config["image_sizes"][0] // TOWERS[config["timm_model_ids"][0]].patch) ** 2
+    return ActionFacts(
+        family=MODEL_TYPE,
+        block_class_names=("LlamaDecoderLayer", "VisionBlock"),
+        lora_targets=LORA_TARGETS,
+        observations={**shapes, INSTRUCTION: (prompt_tokens,)},
+        actions=ContinuousActions(actions),
+        chunk=chunk,
+        tokens_per_decision=len(shapes) * patches + prompt_tokens + chunk * actions,
+        batch_multiple=multiple,
+    )
 
 
 def image_shapes(observations: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

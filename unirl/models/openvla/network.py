@@ -19,13 +19,14 @@ from torch.nn.functional import linear
 
 from unirl.models.openvla.actions import ActionScale, bin_centres
 from unirl.models.openvla.vision import Projector, VisionBackbone
-from unirl.models.policies.networks import Outputs, PolicyNetwork
+from unirl.models.policies.networks import PARTS, Outputs, PolicyNetwork
 from unirl.types.environments import INSTRUCTION, ContinuousActions, Observations
 
 if TYPE_CHECKING:
     from transformers import DynamicCache
 
 DecodingOrder = Literal["autoregressive", "parallel"]
+DecisionPart = Literal["token", "action", "chunk"]
 Config = Mapping[str, Any]
 END = 2
 """`</s>` of Llama 2, which follows the action tokens of a sequence that is decoded in parallel."""
@@ -52,6 +53,7 @@ class OpenVLAPolicy(PolicyNetwork):
         decoding: DecodingOrder,
         temperature: float,
         scale: ActionScale | None,
+        parts: DecisionPart = "token",
     ) -> None:
         """
         Args:
@@ -60,13 +62,15 @@ class OpenVLAPolicy(PolicyNetwork):
             actions: A.
             chunk: C.
             temperature: divides the logits.
+            parts: what of a decision has a log-prob of its own: each of its C A tokens, each of its C actions, or
+                nothing but the chunk.
             scale: from numbers in [-1, 1] to actions of the robot. None: the numbers are the actions.
         """
         from transformers import LlamaConfig, LlamaForCausalLM
 
         super().__init__()
         self.cameras, self.chunk, self.action_size, self.decoding = tuple(cameras), chunk, actions, decoding
-        self.temperature, self.scale = temperature, scale
+        self.temperature, self.scale, self.parts = temperature, scale, parts
         self.actions = ContinuousActions(actions)
         self.num_tokens, self.num_bins = chunk * actions, int(config["n_action_bins"])
         self.noise_shape = (self.num_tokens,)
@@ -95,7 +99,14 @@ class OpenVLAPolicy(PolicyNetwork):
         logits = self._logits(hidden)
         if actions is None:
             actions = self._chosen(logits, chosen_by)
-        outputs = {"actions": actions, "logp": self.log_prob(logits, actions), HIDDEN: hidden[:, 0].float()}
+        of_tokens = self.token_log_probs(logits, actions)
+        size = {"token": 1, "action": self.action_size, "chunk": self.num_tokens}[self.parts]
+        outputs = {
+            "actions": actions,
+            "logp": of_tokens.sum(1),
+            PARTS: of_tokens.unflatten(1, (-1, size)).sum(2),
+            HIDDEN: hidden[:, 0].float(),
+        }
         return outputs | ({"entropy": self.entropy(logits)} if entropy else {})
 
     def parameters_of(self, observations: Observations) -> Tensor:
@@ -112,8 +123,12 @@ class OpenVLAPolicy(PolicyNetwork):
     def likeliest(self, parameters: Tensor, noise: Tensor) -> Tensor:
         return parameters.argmax(-1)
 
+    def token_log_probs(self, logits: Tensor, actions: Tensor) -> Tensor:
+        """[N, K] log-probs of bins [N, K], nats."""
+        return logits.log_softmax(-1).gather(-1, actions[..., None])[..., 0]
+
     def log_prob(self, parameters: Tensor, actions: Tensor) -> Tensor:
-        return parameters.log_softmax(-1).gather(-1, actions[..., None])[..., 0].sum(1)
+        return self.token_log_probs(parameters, actions).sum(1)
 
     def entropy(self, parameters: Tensor) -> Tensor:
         logp = parameters.log_softmax(-1)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Shaped
 
 Outputs = dict[str, Tensor]
+PARTS = "parts"
+"""The output with the log-probs [N, U] of the parts of a decision, such as its tokens. Their sum is `logp`."""
 Activation = Literal["tanh", "relu", "silu"]
 ACTIVATIONS: Mapping[Activation, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
 Shapes = Mapping[str, Sequence[int]]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from unirl.models.base import CanaryOutput
 from unirl.models.chunks import padded_rows
 from unirl.models.language.stage import TokenReplay, ValueGradient
-from unirl.models.policies.networks import Activation, ObservationValueHead, Outputs, PolicyNetwork
+from unirl.models.policies.networks import PARTS, Activation, ObservationValueHead, Outputs, PolicyNetwork
 from unirl.sde.noise import key_seed
 from unirl.types.batch import Batch, row, take_rows
 from unirl.types.conditions import Conditions
@@ -101,7 +101,7 @@ class ActionStage:
         if values is not None:
             assert self.value_head is not None, "a stack whose loss needs a value head provides it"
             state_values = self._values(self.value_head, observations, outputs, values)[: len(segment.logp)]
-        return TokenReplay(outputs["logp"], outputs.get("entropy"), state_values)
+        return TokenReplay(outputs["logp"], outputs.get("entropy"), state_values, outputs.get(PARTS))
 
     def _values(self, head: nn.Module, observations: Observations, outputs: Outputs, gradient: ValueGradient) -> Tensor:
         """[at least sum L] values of the states of decisions. This head has an encoder of its own."""

@@ -3,8 +3,7 @@
     python benchmarks/acting.py --clock cpu --json benchmarks/acting.json
 
 The bare loop keeps only the newest observations; the rollout also records every decision, as training needs it.
-`ratio` is
-our time over its time. About a minute.
+`ratio` is our time over its time. About a minute.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Learning curves of our control recipes beside those of Stable-Baselines3, at equal numbers of environment steps.
 
-    python benchmarks/control.py --json benchmarks/control.json --tasks cartpole pendulum --seeds 1 2 3
-    python benchmarks/control.py --json benchmarks/control.json --tasks halfcheetah_ppo --systems unirl
+    python benchmarks/control.py --json benchmarks/control.json --tasks cartpole_ppo pendulum_sac --seeds 1 2 3
+    python benchmarks/control.py --json benchmarks/control.json --tasks reacher_sac --systems unirl
 
 Both systems have one thread, networks of the same sizes, the same discount, rates and batch sizes, and are judged by
 the most likely actions on 16 starts. A run is a process of its own; its seconds are those of training, without imports
@@ -56,17 +56,17 @@ class Task:
 EPISODES = {"train_freq": (1, "episode"), "gradient_steps": -1}
 """An update for each environment step, after the episode, as in our loop."""
 TASKS = {
-    "cartpole": Task(
+    "cartpole_ppo": Task(
         "CartPole-v1", "embodied/cartpole_ppo", 2048, 40, 8, "PPO",
         {"learning_rate": 1e-3, "n_steps": 256, "batch_size": 256, "n_epochs": 10, "ent_coef": 0.0},
         ("scheduler=constant",), environments=8, network={"net_arch": {"pi": [64, 64], "vf": [64, 64]}},
     ),
-    "pendulum": Task(
+    "pendulum_sac": Task(
         "Pendulum-v1", "embodied/pendulum_sac", 200, 40, 8, "SAC",
         {"learning_rate": 1e-3, "learning_starts": 200, **EPISODES},
         network={"net_arch": [256, 256]},
     ),
-    "reacher": Task(
+    "reacher_sac": Task(
         "Reacher-v5", "embodied/reacher_sac", 50, 400, 8, "SAC",
         {"learning_rate": 3e-4, "learning_starts": 1000, **EPISODES},
         network={"net_arch": [256, 256]},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -154,3 +155,24 @@ def test_the_environment_of_an_engine_is_looked_for_with_the_recipe(capsys, monk
 def test_the_name_of_an_engine_leads_to_that_of_its_environment(capsys):
     assert main(["doctor", "--engine", "sglang_diffusion"]) == 2
     assert "That of rollout=sglang_diffusion is sglang" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "works", "is_ok", "says"),
+    [
+        ("", {"osmesa"}, True, "MuJoCo draws with MUJOCO_GL=osmesa, which a run chooses by itself"),
+        ("", set(), True, "not known how to draw .* libosmesa6"),
+        ("egl", {"egl"}, True, "MuJoCo draws with MUJOCO_GL=egl"),
+        ("egl", {"osmesa"}, False, "cannot draw with MUJOCO_GL=egl. Set MUJOCO_GL=osmesa"),
+        ("glfw", set(), False, "cannot draw with MUJOCO_GL=glfw. Unset MUJOCO_GL"),
+    ],
+)
+def test_a_missing_library_for_drawing_is_named(capsys, monkeypatch, given, works, is_ok, says):
+    monkeypatch.setattr(doctor, "CHECKS", {"drawing": doctor._drawing})
+    monkeypatch.setattr(doctor, "installed", lambda name: "1.0")
+    monkeypatch.setattr("unirl.envs.drawing.works", works.__contains__)
+    monkeypatch.delenv("MUJOCO_GL", raising=False)
+    if given:
+        monkeypatch.setenv("MUJOCO_GL", given)
+    ok, detail = said(capsys, status=0 if is_ok else 3)["drawing"]
+    assert ok == is_ok and re.search(says, detail)

@@ -378,3 +378,30 @@ def test_evaluations_of_videos_stand_before_and_after(tracker):
     tracker.flush()
     warnings = [row for row in read_rows(tracker.run.root / "events.jsonl") if row["ev"] == "warning"]
     assert len(warnings) == (0 if can_write_mp4() else 1)
+
+
+def test_pages_leave_out_samples_without_a_video_and_the_manifest_keeps_them(tmp_path):
+    """Every second sample was not drawn: the pages have the others, and say of how many."""
+    whole = videos(frames=3)
+    drawn = Videos.concat([whole.select([0]), whole.select([2])])
+    some = Videos(frames=drawn.frames, offsets=torch.tensor([0, 3, 3, 6, 6]))
+    tables = []
+    for name, gain in (("before", 0.0), ("after", 1.0)):
+        folder = tmp_path / name
+        folder.mkdir()
+        table = table_of(some, gain).saved(folder)
+        write_manifest(table, folder / "manifest.jsonl")
+        tables.append(read_samples(read_rows(folder / "manifest.jsonl"), folder))
+    before, after = tables
+    assert [video.num_frames for video in after.media.videos] == [3, 0, 3, 0]
+    assert np.array_equal(after.media.videos[2].pixels, moving_square(3, seed=2))
+    after.media.page(after, tmp_path, "page")
+    text = (tmp_path / "samples.md").read_text()
+    assert "of 2 of 4 samples" in text
+    assert [name in text for name in ("p00-s00", "p00-s01", "p01-s00", "p01-s01")] == [True, False, True, False]
+    pages = [table.rows for table in (before, after)]
+    assert [len(rows) for rows in pages] == [4, 4]
+    sheet = np.asarray(Image.open(after.media.comparison(before, after, ("before", "after"), tmp_path)))
+    whole_table = table_of(whole, 1.0).saved(tmp_path / "after")
+    full = np.asarray(Image.open(whole_table.media.comparison(table_of(whole), whole_table, ("a", "b"), tmp_path)))
+    assert len(sheet) < len(full), "fewer samples, fewer rows"

@@ -17,9 +17,9 @@ from unirl.config.load import load
 from unirl.plan.preflight import preflight
 from unirl.train.backend.checkpoint import open_checkpoint
 from unirl.trainer.assemble import build_trainer
-from unirl.trainer.monitoring import spread_rows
 from unirl.trainer.resume import changed_keys
 from unirl.types.progress import Counted, Heartbeat
+from unirl.types.rows import spread_rows
 
 COMMON = ("scale=toy", "num_rollouts=2", "tracking.sample_steps=0", "evaluation.eval_steps=0")
 

@@ -139,6 +139,29 @@ def _ray() -> str:
     return f"{version}, {f'RAY_ADDRESS={address}' if address else 'started by the run itself'}"
 
 
+def _drawing() -> str:
+    """Tries the libraries of OpenGL with which MuJoCo draws episodes."""
+    if installed("mujoco") is None:
+        return "MuJoCo is not installed, which only environments need that use it"
+    from unirl.envs.drawing import BACK_ENDS, VARIABLE, works
+
+    given = os.environ.get(VARIABLE)
+    if given and works(given):
+        return f"MuJoCo draws with {VARIABLE}={given}"
+    others = [name for name in BACK_ENDS if name != given and works(name)]
+    if given:
+        raise Unfit(
+            f"MuJoCo cannot draw with {VARIABLE}={given}. "
+            + (f"Set {VARIABLE}={others[0]}" if others else f"Unset {VARIABLE}: then episodes have no videos")
+        )
+    if others:
+        return f"MuJoCo draws with {VARIABLE}={others[0]}, which a run chooses by itself"
+    return (
+        f"{UNKNOWN} how to draw episodes of MuJoCo: neither {VARIABLE}=egl nor {VARIABLE}=osmesa works. Install "
+        "libegl1 with a driver, or libosmesa6; without, episodes have no videos"
+    )
+
+
 def _memory() -> str:
     if memory_gib() < 3:
         raise Unfit(f"{memory_gib():.1f} GiB; the quick start needs about 3 GiB")
@@ -342,4 +365,5 @@ CHECKS: dict[str, Callable[[], str]] = {
     "disk": _disk,
     "folder": _writable,
     "recipes": _recipes,
+    "drawing": _drawing,
 }

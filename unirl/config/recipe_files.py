@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,8 @@ DOMAIN_OF = {
 
 DRPO_SGLANG = "qwen3_ar_drpo_4b_base_dapo_sglang", "qwen3_ar_drpo_4b_base_dpao_sglang"
 """The name by the data set, DAPO, and the published name, which this recipe has here."""
+ACTING = {"embodied", "maniskill", "libero", "metaworld", "robotwin", "calvin", "isaaclab", "behavior", "robocasa"}
+"""Words in names of RLinf's scripts and configurations for policies that act."""
 SAME_RECIPE = {one: f"llm/{other}" for one, other in (DRPO_SGLANG, DRPO_SGLANG[::-1])}
 """Another name of a recipe to the recipe."""
 
@@ -142,11 +145,20 @@ def find_recipe(name: str, search: tuple[Path, ...] | None = None) -> RecipeFile
         raise UsageError(f"no recipe '{name}': no examples/ folder was found. Give a path to a YAML file")
     same = SAME_RECIPE.get(wanted.rpartition("/")[2])
     same_file = [full for full in known if full.rpartition("/")[2] == name or full == same]
-    close = list(dict.fromkeys([*same_file, *nearest(name, known)]))[:3]
+    close = list(dict.fromkeys([*same_file, *_of_policies(wanted, known), *nearest(name, known)]))[:3]
     raise UsageError(
         f"no recipe '{name}', neither under examples/ nor as a YAML file. "
         f"Nearest: {', '.join(close)}. All: unirl recipes"
     )
+
+
+def _of_policies(name: str, known: Iterable[str]) -> list[str]:
+    """For a name like those of RLinf, the recipes of policies that act which share most words with it."""
+    words = {*re.split(r"[/_.]", name)}
+    if not words & ACTING:
+        return []
+    of_policies = [recipe for recipe in known if recipe.startswith("embodied/")]
+    return sorted(of_policies, key=lambda recipe: -len(words & {*re.split("[/_]", recipe)}))
 
 
 def find_base(name: str, extended_by: Path) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -18,9 +18,11 @@ from unirl.config.errors import (
     UnsupportedEnvironmentError,
     did_you_mean,
 )
+from unirl.envs.drawing import WAYS_TO_DRAW, choose_back_end
 from unirl.envs.pool import WorkerPool
-from unirl.envs.slots import Slots, Source
+from unirl.envs.slots import DrawingError, Slots, Source
 from unirl.envs.spaces import Array, Arrays, DiscreteCodec
+from unirl.tracking.streams import say
 from unirl.types.environments import (
     ContinuousActions,
     DiscreteActions,
@@ -32,6 +34,10 @@ from unirl.types.environments import (
 
 if TYPE_CHECKING:
     import gymnasium
+
+
+Render = Literal["auto"] | bool
+"""Whether images of episodes are drawn."""
 
 
 class GymnasiumEnvironment:
@@ -54,7 +60,8 @@ class GymnasiumEnvironment:
         observation_keys: tuple[str, ...] = (),
         frame_stack: Annotated[int, msgspec.Meta(ge=1)] = 1,
         timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0,
-        render: bool = False,
+        render: Render = False,
+        render_size: Annotated[int, msgspec.Meta(ge=16)] | None = None,
         cameras: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
         """
@@ -68,7 +75,9 @@ class GymnasiumEnvironment:
             observation_keys: keys of a Dict observation that the policy sees. Empty: all of them.
             frame_stack: number of newest observations that are joined along their first axis.
             timeout_s: seconds that an environment in a worker may take for a reset or a step.
-            render: draw images of the episodes, in addition to observations.
+            render: draw images of the episodes, in addition to observations. auto: if this machine can.
+            render_size: pixels of both sides of an image, of an environment that takes `width` and `height`. null: its
+                own.
             cameras: height and width of an image by the name of a camera of a MuJoCo environment. The images are
                 observations with the names of their cameras, beside the environment's own. null: none.
 
@@ -84,14 +93,16 @@ class GymnasiumEnvironment:
             max_steps=max_steps,
             observation_keys=tuple(observation_keys),
             frame_stack=frame_stack,
-            render=render,
+            render=render is not False,
+            render_size=render_size,
             cameras=dict(cameras or {}),
         )
-        self._open(source, workers, timeout_s)
+        self._open(source, workers, timeout_s, render)
 
-    def _open(self, source: Source, workers: int, timeout_s: float) -> None:
+    def _open(self, source: Source, workers: int, timeout_s: float, render: Render = False) -> None:
         """Make one environment, and learn its spaces from it."""
         first = made(source)
+        self._render: Render = render
         self._source = source
         slots = Slots(source, first)
         codec = slots.codec
@@ -110,6 +121,8 @@ class GymnasiumEnvironment:
 
     def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> Observations:
         """Start one episode in each slot. `unirl.types.environments.Environment.reset` has the contract."""
+        if self._render is not False and not self._running:
+            choose_back_end()  # before any worker starts
         observations, failures = self._slots.reset(
             slots, [start.seed for start in starts], [options_of(start) for start in starts]
         )
@@ -142,8 +155,22 @@ class GymnasiumEnvironment:
         )
 
     def render(self, slots: Sequence[int]) -> Tensor | None:
-        """[B, 3, H, W] uint8 images of the slots. None unless `render` is set."""
-        return torch.from_numpy(self._slots.render(slots)) if self._source.render else None
+        """[B, 3, H, W] uint8 images of the slots. None unless `render` is set, and with auto also if nothing can draw.
+
+        Raises:
+            DependencyError: 3001, this machine cannot draw, and `render` is true.
+        """
+        if self._render is False:
+            return None
+        try:
+            return torch.from_numpy(self._slots.render(slots))
+        except DrawingError as error:
+            problem = f"environment {self._source.id} cannot draw itself here ({error}). {WAYS_TO_DRAW}"
+            if self._render is True:
+                raise DependencyError(f"{problem}, or set pipeline.env.render=auto, which goes on without") from error
+        say(f"unirl: no videos of episodes: {problem}")
+        self._render = False
+        return None
 
     def close(self) -> None:
         """Close all environments."""

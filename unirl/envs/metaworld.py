@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unirl.config.dependencies import need
 from unirl.config.errors import InvalidValueError, did_you_mean
-from unirl.envs.gymnasium import GymnasiumEnvironment
+from unirl.envs.gymnasium import GymnasiumEnvironment, Render
 from unirl.envs.slots import Source
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ class MetaWorldEnvironment(GymnasiumEnvironment):
     the task is solved; an episode goes on after that.
     """
 
+    toy: ClassVar[Mapping[str, object]] = {"render": False}
+
     def __init__(
         self,
         *,
@@ -36,7 +38,8 @@ class MetaWorldEnvironment(GymnasiumEnvironment):
         max_steps: Annotated[int, msgspec.Meta(ge=1), msgspec.Meta(le=HORIZON)] = HORIZON,
         frame_stack: Annotated[int, msgspec.Meta(ge=1)] = 1,
         timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0,
-        render: bool = False,
+        render: Render = False,
+        render_size: Annotated[int, msgspec.Meta(ge=16)] | None = None,
         cameras: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
         """
@@ -46,7 +49,8 @@ class MetaWorldEnvironment(GymnasiumEnvironment):
             max_steps: number of steps after which an episode is truncated.
             frame_stack: number of newest observations that are joined along their first axis.
             timeout_s: seconds that an environment in a worker may take for a reset or a step.
-            render: draw images of the episodes.
+            render: draw images of the episodes. auto: if this machine can.
+            render_size: pixels of both sides of an image. null: 480.
             cameras: height and width of an image by the name of a camera, such as `corner` or `gripperPOV`. The images
                 are observations with the names of their cameras, beside `state`. null: none.
 
@@ -67,14 +71,19 @@ class MetaWorldEnvironment(GymnasiumEnvironment):
             maker="unirl.envs.metaworld:make_task",
             max_steps=max_steps,
             frame_stack=frame_stack,
-            render=render,
+            render=render is not False,
+            render_size=render_size,
             cameras=dict(cameras or {}),
         )
-        self._open(source, workers, timeout_s)
+        self._open(source, workers, timeout_s, render)
 
 
-def make_task(task: str, *, render_mode: str | None) -> gymnasium.Env[Any, Any]:
-    """A task whose `reset` obeys its seed."""
+def make_task(task: str, *, render_mode: str | None, **size: int) -> gymnasium.Env[Any, Any]:
+    """A task whose `reset` obeys its seed.
+
+    Args:
+        size: `width` and `height` of images.
+    """
     import gymnasium
     from metaworld.env_dict import ALL_V3_ENVIRONMENTS
 
@@ -86,7 +95,10 @@ def make_task(task: str, *, render_mode: str | None) -> gymnasium.Env[Any, Any]:
                 self.unwrapped.seed(seed % 2**32)
             return self.env.reset()
 
-    environment = ALL_V3_ENVIRONMENTS[task](render_mode=render_mode)
+        def render(self) -> Any:
+            return self.env.render()[::-1, ::-1]  # the cameras in the corners hang upside down
+
+    environment = ALL_V3_ENVIRONMENTS[task](render_mode=render_mode, camera_name="corner2", **size)
     # As the tasks of MT1: positions are drawn at each reset, here from the seeded generator, and the goal is visible.
     environment._set_task_called = True
     environment._freeze_rand_vec = False

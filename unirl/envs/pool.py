@@ -26,7 +26,7 @@ from unirl.envs.messages import (
     SlotsReply,
     StepRequest,
 )
-from unirl.envs.slots import Source, StepArrays
+from unirl.envs.slots import DrawingError, Source, StepArrays
 from unirl.envs.spaces import Array, Arrays, Codec, Reader, empty_rows
 
 START_S = 300.0
@@ -163,10 +163,12 @@ class WorkerPool:
         return result
 
     def render(self, slots: Sequence[int]) -> Array:
-        """[B, 3, H, W] uint8 images of the slots."""
+        """[B, 3, H, W] uint8 images of the slots. Raises DrawingError, with the reason in one line."""
         images: dict[int, Array] = {}
 
         def read(rows: Sequence[int], reply: SlotsReply) -> None:
+            for reason in reply.faults.values():
+                raise DrawingError(reason)
             drawn = np.frombuffer(reply.images, np.uint8).reshape(reply.image_shape)
             images.update(zip(rows, drawn, strict=True))
 

@@ -24,6 +24,10 @@ SUCCESS = ("success", "is_success")
 """The entries of `info` by which environments report success."""
 
 
+class DrawingError(Exception):
+    """An environment cannot draw itself here."""
+
+
 class Source(msgspec.Struct, frozen=True, kw_only=True):
     """Everything needed to make an environment, in this process or in another one."""
 
@@ -35,6 +39,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     observation_keys: tuple[str, ...] = ()
     frame_stack: int = 1
     render: bool = False
+    render_size: int | None = None
     cameras: dict[str, tuple[int, int]] = {}
     """Height and width of the images of a MuJoCo camera, by its name."""
 
@@ -48,12 +53,13 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 
         module, _, function = self.maker.partition(":")
         mode = "rgb_array" if self.render else None
+        size = {} if self.render_size is None else {"width": self.render_size, "height": self.render_size}
         if self.maker == "gymnasium:make":
             limit = {} if self.max_steps is None else {"max_episode_steps": self.max_steps}
             # Gymnasium's checker wraps each step; `readers_of`, `codec_of` and `Slots` check what matters here.
             plain = {"disable_env_checker": True} | limit
-            return import_module(module).make(self.id, render_mode=mode, **plain | self.kwargs)
-        made = getattr(import_module(module), function)(self.id, render_mode=mode, **self.kwargs)
+            return import_module(module).make(self.id, render_mode=mode, **plain | size | self.kwargs)
+        made = getattr(import_module(module), function)(self.id, render_mode=mode, **size | self.kwargs)
         return made if self.max_steps is None else TimeLimit(made, self.max_steps)
 
 
@@ -185,8 +191,11 @@ class Slots:
             self._frames[slot] = {key: into[key][row] for key in self._single}
 
     def render(self, slots: Sequence[int]) -> Array:
-        """[B, 3, H, W] uint8 images of the slots."""
-        images = [np.asarray(self._environments[slot].render(), np.uint8) for slot in slots]
+        """[B, 3, H, W] uint8 images of the slots. Raises DrawingError, with the reason in one line."""
+        try:
+            images = [np.asarray(self._environments[slot].render(), np.uint8) for slot in slots]
+        except Exception as error:  # an environment is foreign code, which may raise anything
+            raise DrawingError(reason_of(error)) from error
         return np.ascontiguousarray(np.stack(images).transpose(0, 3, 1, 2))
 
     def close(self) -> None:

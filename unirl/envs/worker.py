@@ -21,7 +21,7 @@ from unirl.envs.messages import (
     SlotsReply,
     StepRequest,
 )
-from unirl.envs.slots import Slots, reason_of
+from unirl.envs.slots import DrawingError, Slots, reason_of
 from unirl.envs.spaces import Arrays
 
 ENCODER = msgspec.msgpack.Encoder()
@@ -54,7 +54,10 @@ def answer(slots: Slots, request: Request) -> SlotsReply:
         observations, failures = slots.reset(request.slots, request.seeds, request.options)
         return SlotsReply(as_bytes(observations), faults=failures)
     assert isinstance(request, RenderRequest)
-    images = slots.render(request.slots)
+    try:
+        images = slots.render(request.slots)
+    except DrawingError as error:
+        return SlotsReply(faults=dict.fromkeys(range(len(request.slots)), str(error)))
     return SlotsReply(images=images.tobytes(), image_shape=images.shape)
 
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 from PIL import Image, ImageOps, ImageSequence
 
 from unirl.tracking.images import LOSSLESS_UP_TO
 from unirl.tracking.mirrors import Mirrors, Preview
-from unirl.tracking.samples import Fact, Gallery, Media, MirroredPage, SampleRow, SampleTable
+from unirl.tracking.samples import Fact, Gallery, Media, MirroredPage, SampleRow, SampleTable, Sides, StepRewards
 from unirl.tracking.sheets import (
     BACKGROUND,
     GAP,
@@ -37,6 +37,8 @@ STRIP_FRAMES, STRIP_SIDE = 5, 128
 STRIP_GAP = 4
 FEWEST_ACROSS = 2
 """Smallest number of strips side by side on a sheet, even if they are wide."""
+BLANK = 128
+"""The level of the frame that stands for a video which was not made."""
 MAX_MIRRORED_VIDEOS = 4
 """Videos of one step that mirrors get in addition to the contact sheet."""
 
@@ -47,19 +49,20 @@ class StoredVideo:
 
     pixels: np.ndarray  # [F, h, w, 3] uint8
     num_frames: int
-    """Number of frames of the whole video; the fields below describe the whole video too."""
+    """Number of frames of the whole video; the fields below describe the whole video too. 0: there is no video, and
+    `pixels` is one blank frame."""
     fps: float
     width: int
     height: int
 
     def __post_init__(self) -> None:
         assert self.pixels.dtype == np.uint8 and self.pixels.ndim == 4 and self.pixels.shape[3] == 3
-        assert 1 <= len(self.pixels) <= self.num_frames
+        assert 1 <= len(self.pixels) <= max(self.num_frames, 1)
 
     @property
     def frame_ms(self) -> float:
         """Milliseconds for which each stored frame is shown."""
-        return 1000 * (self.num_frames / self.fps) / len(self.pixels)
+        return 1000 * (max(self.num_frames, 1) / self.fps) / len(self.pixels)
 
     def facts(self) -> dict[str, Fact]:
         """Facts for the manifest. `shown` is the number of stored frames."""
@@ -71,7 +74,7 @@ class StoredVideo:
         """Reads the video from a row of a manifest and the file beside it."""
         width, height = (int(side) for side in str(row.facts["size"]).split("x"))
         num_frames, shown, fps = int(row.facts["frames"]), int(row.facts["shown"]), float(row.facts["fps"])
-        pixels = read_webp(folder / row.file, shown, 1000 * num_frames / fps / shown)
+        pixels = read_webp(folder / row.file, shown, 1000 * max(num_frames, 1) / fps / shown)
         return cls(pixels, num_frames, fps, width, height)
 
     def strip(self) -> np.ndarray:
@@ -92,6 +95,9 @@ class StoredVideo:
         return file
 
 
+VideoT = TypeVar("VideoT", bound="VideoMedia")
+
+
 @dataclass(frozen=True, eq=False)
 class VideoMedia(TiledMedia):
     """Videos with one frame size and any number of frames."""
@@ -109,9 +115,9 @@ class VideoMedia(TiledMedia):
         pixels = videos.frames.permute(0, 2, 3, 1).contiguous().numpy()
         bounds = pairwise(videos.offsets.tolist())
         rows = zip(bounds, videos.num_frames.tolist(), strict=True)
-        return cls(
-            tuple(StoredVideo(pixels[a:b], count, videos.fps, videos.width, videos.height) for (a, b), count in rows)
-        )
+        blank = np.full((1, *pixels.shape[1:]), BLANK, np.uint8)
+        parts = [(pixels[a:b] if count else blank, count) for (a, b), count in rows]
+        return cls(tuple(StoredVideo(part, count, videos.fps, videos.width, videos.height) for part, count in parts))
 
     def __len__(self) -> int:
         return len(self.videos)
@@ -141,17 +147,24 @@ class VideoMedia(TiledMedia):
         return Tiles([_padded(strip, width) for strip in strips], width, height, across, self._about())
 
     def page(self, table: SampleTable[Self], folder: Path, title: str) -> Path:
-        """Writes a sheet of strips, and a Markdown page that plays the videos."""
+        """Writes a sheet of strips, and a Markdown page that plays the videos. Samples without a video are left out."""
+        shown = chosen_rows(table, with_videos(table) or range(len(table.rows)))
 
         def shown_as(row: int, _: int) -> str:
-            file, video = table.rows[row].file, table.media.videos[row]
+            file, video = shown.rows[row].file, shown.media.videos[row]
             height, width = enlarged(video.pixels[0], STRIP_SIDE).shape[:2]
             moving = f'<img src="{file}" width="{width}" height="{height}" alt="sample {row}">'
             mp4 = Path(file).with_suffix(".mp4").name
             return f"{moving}\n\n[MP4]({mp4})\n\n" if (folder / mp4).exists() else f"{moving}\n\n"
 
-        replace_text(folder / "samples.md", listing(table, title, shown_as))
-        return super().page(table, folder, title)
+        replace_text(folder / "samples.md", listing(shown, title, shown_as))
+        return TiledMedia.page(shown.media, shown, folder, title)
+
+    def comparison(self, before: SampleTable[Self], after: SampleTable[Self], sides: Sides, folder: Path) -> Path:
+        """Writes a sheet of the samples that have a video in both evaluations."""
+        both = sorted({*with_videos(before)} & {*with_videos(after)}) or range(len(after.rows))
+        before, after = chosen_rows(before, both), chosen_rows(after, both)
+        return TiledMedia.comparison(after.media, before, after, sides, folder)
 
     def gallery(self, drawn: Gallery, folder: Path) -> Path:
         """Writes the files of every video, a manifest with prompts and seeds, and a labelled grid of strips."""
@@ -184,6 +197,22 @@ class VideoMedia(TiledMedia):
         frames = f"{fewest} to {most} frames" if fewest < most else f"{most} frames" if most > 1 else "1 frame"
         strip = f"{STRIP_FRAMES} of {frames}" if most > STRIP_FRAMES else frames
         return f"{strip} of {first.width} x {first.height}, {first.fps:g} per second"
+
+
+def with_videos(table: SampleTable[VideoMedia]) -> list[int]:
+    """The numbers of the rows that have a video."""
+    return [row for row, video in enumerate(table.media.videos) if video.num_frames]
+
+
+def chosen_rows(table: SampleTable[VideoT], rows: Sequence[int]) -> SampleTable[VideoT]:
+    """Some rows of a table of videos, which says how many there are in all."""
+    if len(rows) == len(table.rows):
+        return table
+    whole = table.step or StepRewards(len(table.rows), table.mean_reward)
+    videos = tuple(table.media.videos[row] for row in rows)
+    return replace(
+        table, rows=tuple(table.rows[row] for row in rows), media=replace(table.media, videos=videos), step=whole
+    )
 
 
 def _framed(frame: np.ndarray) -> np.ndarray:

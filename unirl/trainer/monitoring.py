@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from unirl.types.primitives import Decoded, Facts, Preview
 from unirl.types.results import Metrics
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp, RolloutTrack
-from unirl.types.rows import rows_by_key
+from unirl.types.rows import spread_rows
 
 if TYPE_CHECKING:
     from unirl.tracking.tracker import Tracker
@@ -216,12 +216,6 @@ def selection_metrics(scored: RolloutTrack, trained: RolloutTrack) -> dict[str, 
 def _spread(name: str, scores: Tensor) -> dict[str, float]:
     scores = scores.double()
     return {f"reward/{name}_mean": float(scores.mean()), f"reward/{name}_std": float(scores.std(correction=0))}
-
-
-def spread_rows(group_ids: Sequence[str], count: int) -> list[int]:
-    """At most `count` row numbers in rising order: the first rows of each group, with equal numbers where possible."""
-    ranked = sorted((rank, row) for rows in rows_by_key(group_ids).values() for rank, row in enumerate(rows))
-    return sorted(row for _, row in ranked[:count])
 
 
 def sample_rows(req: RolloutReq, track: RolloutTrack, name: str) -> tuple[SampleRow, ...]:

@@ -155,7 +155,7 @@ class Videos(Batch):
         height, width = self.frames.shape[-2:]
         no_frames = torch.zeros(0, 3, *_shown_size(height, width), dtype=torch.uint8)
         return VideoPreviews(
-            frames=torch.cat([no_frames, *(_shown(frames) for frames in chosen)]),
+            frames=torch.cat([no_frames, *(_shown(frames) for frames in chosen if len(frames))]),
             offsets=torch.tensor([0, *(len(frames) for frames in chosen)]).cumsum(0),
             num_frames=self.offsets.diff(),
             fps=self.fps,
@@ -211,7 +211,7 @@ class Episodes(Batch):
     success: Tensor = row()  # [B] float32, fraction of the episodes in which the environment reported success
     lengths: Tensor = row()  # [B] float32, mean number of steps of the environment
     faults: list[str] = row()  # why the environment of a row failed; "" if it did not
-    videos: Videos | None = row(optional=True)  # the first episode of each row; None if nothing was drawn
+    videos: Videos | None = row(optional=True)  # first episodes; no frames in rows that were not drawn
 
     def preview(self) -> Texts | VideoPreviews:
         """The videos, or a line of numbers for each row if there are none."""

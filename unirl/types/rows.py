@@ -74,3 +74,9 @@ def _grouped(rows: Iterable[tuple[str, str, int]]) -> tuple[StoredRows, ...]:
     """Adjacent (owner, key, row) with the same owner and key as one `StoredRows`."""
     groups = groupby(rows, key=lambda row: row[:2])
     return tuple(StoredRows(owner, key, tuple(row for _, _, row in members)) for (owner, key), members in groups)
+
+
+def spread_rows(group_ids: Sequence[str], count: int) -> list[int]:
+    """At most `count` row numbers in rising order: the first rows of each group, with equal numbers where possible."""
+    ranked = sorted((rank, row) for rows in rows_by_key(group_ids).values() for rank, row in enumerate(rows))
+    return sorted(row for _, row in ranked[:count])

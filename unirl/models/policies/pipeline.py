@@ -21,6 +21,7 @@ from unirl.models.base import response_of
 from unirl.models.loading.base_model import OWN_LAYOUT, BaseModel
 from unirl.models.policies.bundle import ActionBundle
 from unirl.models.policies.stage import ActionCanaryInputs, ActionStage
+from unirl.models.policies.videos import Camera, EpisodeVideos, videos_of
 from unirl.sde.noise import NoiseSource, key_seed
 from unirl.types.batch import bounds_of
 from unirl.types.environments import Environment, EnvironmentSpaces, EnvironmentStep, EpisodeStart, Observations
@@ -73,15 +74,16 @@ class PolicyPipeline:
 
     capabilities: ClassVar[Capabilities] = Capabilities(modalities=("action",))
 
-    def __init__(self, bundle: ActionBundle, *, env: Environment) -> None:
+    def __init__(self, bundle: ActionBundle, *, env: Environment, videos: EpisodeVideos | None = None) -> None:
         """
         Args:
             env: the environments. Each row of a request acts in one of them.
+            videos: which episodes are drawn, by an environment with `render`. null: none.
         """
         self.bundle = bundle
         self.facts: ActionFacts = bundle.facts
         self.stage = bundle.stage()
-        self.env = env
+        self.env, self.videos = env, videos
         check_spaces(self.facts, env.spaces)
 
     @classmethod
@@ -134,15 +136,19 @@ class PolicyPipeline:
             EpisodeError: the environments of all rows failed.
         """
         name, params = req.only_track(ActionSamplingParams)
-        parts = [
-            EpisodeLoop(self, req.select(range(start, min(start + chunk_size, len(req)))), params).run()
-            for start in range(0, len(req), chunk_size)
-        ]
+        drawn = set() if self.videos is None else set(self.videos.rows_of(req))
+        parts = []
+        for start in range(0, len(req), chunk_size):
+            rows = range(start, min(start + chunk_size, len(req)))
+            shown = [row - start for row in rows if row in drawn]
+            parts.append(EpisodeLoop(self, req.select(rows), params, shown).run())
         segment = ActionSegment.concat([part.segment() for part in parts])
         faults = [part.failed.get(row, "") for part in parts for row in range(part.count)]
         if all(faults):
             raise EpisodeError(f"the environments of all {len(req)} rows failed. The first one: {faults[0]}")
-        resp = response_of(req, {}, segment, episodes_of(segment, faults))
+        frames = [part.frames_of(row) for part in parts for row in range(part.count)]
+        videos = None if self.videos is None else videos_of(frames, self.videos.fps)
+        resp = response_of(req, {}, segment, episodes_of(segment, faults).replace(videos=videos))
         failed = torch.tensor([bool(fault) for fault in faults])
         track = resp.tracks[name]
         return resp.with_track(name, track.replace(weight=track.weight.where(~failed, 0.0)))
@@ -217,7 +223,14 @@ def check_limit(sampling: ActionSamplingParams, spaces: EnvironmentSpaces, where
 class EpisodeLoop:
     """The rows of one request, each in the slot of its own number, from the first observation to the last."""
 
-    def __init__(self, pipeline: PolicyPipeline, req: RolloutReq, params: ActionSamplingParams) -> None:
+    def __init__(
+        self, pipeline: PolicyPipeline, req: RolloutReq, params: ActionSamplingParams, shown: Sequence[int] = ()
+    ) -> None:
+        """
+        Args:
+            shown: rows whose first episodes are drawn.
+        """
+        self.camera = None if pipeline.videos is None else Camera(pipeline.env, pipeline.videos, shown)
         self.env, self.stage, self.req, self.params = pipeline.env, pipeline.stage, req, params
         self.noise = NoiseSource(params.seed, req.purpose, req.step)
         self.count = len(req)
@@ -238,6 +251,8 @@ class EpisodeLoop:
         observations = self.begin(rows.tolist())
         decision = 0
         while len(rows):
+            if self.camera is not None:
+                self.camera.before(decision)
             seen = self.seen(rows, observations)
             chosen = self.stage.decide(seen, self.noise_at(decision, rows), self.params.deterministic)
             decision += 1
@@ -250,6 +265,9 @@ class EpisodeLoop:
                 observations = after.observations
                 progress("decision")
                 continue
+            if self.camera is not None:
+                over = ended if not is_last else torch.ones_like(ended)
+                self.camera.after([row for row in rows[over].tolist() if row not in self.failed])
             # The observation after a cut is not seen by a decision, but its value counts.
             cut = (after.truncated | (~ended if is_last else torch.zeros_like(ended))) & ~after.terminated
             cut &= torch.tensor([row not in self.failed for row in rows.tolist()])
@@ -307,6 +325,8 @@ class EpisodeLoop:
         self.failed |= {
             slots[entry]: reason for entry, reason in step.faults.items() if slots[entry] not in self.failed
         }
+        if self.camera is not None:
+            self.camera.running.difference_update(self.failed)
 
     def add(self, rows: Tensor, seen: Observations, after: EnvironmentStep, columns: dict[str, Tensor]) -> None:
         """Record one decision of each row."""
@@ -355,6 +375,10 @@ class EpisodeLoop:
         if bool(stays.all()):
             return rows, observations
         return rows[stays], {key: value[stays] for key, value in observations.items()}
+
+    def frames_of(self, row: int) -> Sequence[Tensor]:
+        """The frames [3, h, w] uint8 of a row; none if it is not drawn."""
+        return () if self.camera is None else self.camera.frames.get(row, ())
 
     def segment(self) -> ActionSegment:
         """The decisions of all rows."""

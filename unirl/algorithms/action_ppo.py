@@ -42,6 +42,9 @@ class PartRatios(ARGRPO):
     ratio_of: Literal["decision", "part"] = "decision"
     """What has a ratio that is clipped. What a part is, the policy says, such as `bundle.parts` of OpenVLA."""
 
+    trains_tokens: ClassVar[bool] = True
+    sampled_by: ClassVar[type] = ActionSamplingParams
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.ratio_of == "part" and self.old_logp_source == "rollout":
@@ -87,9 +90,6 @@ class ActionGRPO(PartRatios):
     GRPO (arXiv:2402.03300, eq. 3), where a group is the episodes of one start, and the reward of an episode its return.
     """
 
-    trains_tokens: ClassVar[bool] = True
-    sampled_by: ClassVar[type] = ActionSamplingParams
-
 
 @dataclass(frozen=True, kw_only=True)
 class ActionPPO(PartRatios, TokenCritic):
@@ -107,9 +107,6 @@ class ActionPPO(PartRatios, TokenCritic):
     gamma: float = 0.99
     whiten: bool = True
     value_clip: float | None = None
-
-    trains_tokens: ClassVar[bool] = True
-    sampled_by: ClassVar[type] = ActionSamplingParams
 
     @property
     def needs(self) -> Needs:

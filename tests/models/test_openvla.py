@@ -22,7 +22,7 @@ from unirl.models.openvla import family as openvla
 from unirl.models.openvla.actions import bin_centres
 from unirl.models.openvla.family import OpenVLABundle, OpenVLAStage
 from unirl.models.openvla.network import OpenVLAPolicy
-from unirl.models.openvla.vision import VisionTower
+from unirl.models.openvla.vision_towers import VisionTower
 from unirl.types.environments import INSTRUCTION, Observations
 from unirl.types.facts import LoraSpec
 from unirl.types.sampling import ActionSamplingParams

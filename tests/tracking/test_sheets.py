@@ -116,6 +116,7 @@ def test_a_sheet_of_some_samples_says_of_how_many_and_their_mean():
     assert some.reward_text() == "mean reward 0.500 of 2 samples"
     whole = replace(some, step=StepRewards(768, 0.3125))
     assert whole.reward_text() == "mean reward 0.500 of 2 of 768 samples (whole step: 0.312)"
+    assert (some.count_text(), whole.count_text()) == ("2 samples", "2 of 768 samples")
     assert replace(some, step=StepRewards(2, 0.5)).reward_text() == some.reward_text()
     assert not np.array_equal(contact_sheet(some, "t"), contact_sheet(whole, "t"))
 

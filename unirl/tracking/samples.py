@@ -193,10 +193,15 @@ class SampleTable(Generic[MediaT]):
 
     def reward_text(self) -> str:
         """`mean reward 0.512 of 64 samples`; of a part, `mean reward 0.500 of 16 of 64 samples (whole step: 0.512)`."""
-        text = f"mean reward {self.mean_reward:.3f} of {len(self.rows)}"
+        text = f"mean reward {self.mean_reward:.3f} of {self.count_text()}"
         if self.step is None or self.step.count == len(self.rows):
-            return f"{text} samples"
-        return f"{text} of {self.step.count} samples (whole step: {self.step.mean:.3f})"
+            return text
+        return f"{text} (whole step: {self.step.mean:.3f})"
+
+    def count_text(self) -> str:
+        """`64 samples`; of a part, `16 of 64 samples`."""
+        part = "" if self.step is None or self.step.count == len(self.rows) else f" of {self.step.count}"
+        return f"{len(self.rows)}{part} samples"
 
     def best_groups(self) -> list[SampleGroup]:
         """Samples by group, highest mean reward first; equal ones in the order of their first row."""

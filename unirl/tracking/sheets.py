@@ -197,7 +197,7 @@ def before_after_sheet(
         )
         for old, new in pairs
     ]
-    change = f"mean reward {before.mean_reward:.3f} to {after.mean_reward:.3f}"
+    change = f"mean reward of {after.count_text()} {before.mean_reward:.3f} to {after.mean_reward:.3f}"
     more = f", {count} of {len(every)} prompts shown" if count < len(every) else ""
     summary = f"evaluation prompts, same noise{more}; {change}{_about(after, sides[1].tiles)}"
     return _sheet(sides, blocks, min(shown, max(across, 1)), (title, summary))

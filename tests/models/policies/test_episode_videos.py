@@ -141,14 +141,27 @@ def test_a_machine_that_cannot_draw_goes_on_without_or_says_the_way_out(workers:
 gymnasium.register("Undrawable-v0", entry_point=Undrawable)
 
 
+class Sketch(Undrawable):
+    """Draws a gradient that the start decides."""
+
+    def render(self):
+        rows, columns = np.mgrid[:6, :8]
+        level = self.np_random_seed % 50
+        return np.stack([rows + level, columns, rows * columns], axis=2).astype(np.uint8)
+
+
+gymnasium.register("Sketch-v0", entry_point=Sketch)
+
+
 def test_frames_of_gymnasium_are_those_of_the_environment() -> None:
-    """CartPole draws the same state in the same pixels, here as [3, H, W]."""
-    environment = GymnasiumEnvironment(id="CartPole-v1", render=True)
-    environment.reset([0], [EpisodeStart(seed=3)])
-    own = gymnasium.make("CartPole-v1", render_mode="rgb_array")
-    own.reset(seed=3)
-    environment.step([0], torch.tensor([1]))
-    own.step(1)
-    drawn = environment.render([0])
-    assert drawn is not None
-    assert np.array_equal(drawn[0].permute(1, 2, 0).numpy(), own.render())
+    """Gymnasium draws [H, W, 3], and the frames are [3, H, W]."""
+    environment = GymnasiumEnvironment(
+        id="tests.models.policies.test_episode_videos:Sketch-v0", render=True, max_steps=3
+    )
+    environment.reset([0, 1], [EpisodeStart(seed=3), EpisodeStart(seed=7)])
+    for slot, seed in ((0, 3), (1, 7)):
+        own = Sketch()
+        own.reset(seed=seed)
+        drawn = environment.render([slot])
+        assert drawn is not None
+        assert np.array_equal(drawn[0].permute(1, 2, 0).numpy(), own.render())

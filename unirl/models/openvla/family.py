@@ -31,7 +31,7 @@ from unirl.models.loading.saved_weights import LANGUAGE_WEIGHTS, ModuleWeights, 
 from unirl.models.loading.toy_tokenizers import llama_tokenizer
 from unirl.models.openvla.actions import STATISTICS, scale_of, statistics_of
 from unirl.models.openvla.network import HIDDEN, Config, DecisionPart, DecodingOrder, OpenVLAPolicy
-from unirl.models.openvla.vision import TOWERS
+from unirl.models.openvla.vision_towers import TOWERS
 from unirl.models.policies.bundle import POLICY, ActionBundle, positive, shapes_of
 from unirl.models.policies.networks import Outputs
 from unirl.models.policies.stage import ActionStage

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from unirl.models.openvla.actions import ActionScale, bin_centres
-from unirl.models.openvla.vision import Projector, VisionBackbone
+from unirl.models.openvla.vision_towers import Projector, VisionBackbone
 from unirl.models.policies.networks import PARTS, Outputs, PolicyNetwork
 from unirl.types.environments import INSTRUCTION, ContinuousActions, Observations
 

@@ -116,6 +116,8 @@ class Case:
     """Sent one after the other, such as HUP for a terminal that is closed."""
     signals_at: str = ""
     """They are sent when this file has content."""
+    signals_after_s: float = 0.0
+    """Seconds between that moment and the first one, for a signal in the middle of a step."""
     damaged: str = ""
     """A pattern of files in which one byte is changed before."""
 
@@ -204,7 +206,8 @@ def replay(case: Case, folder: Path, run: Path) -> Answer:
     pid = os.fork()
     if not pid:
         run_here(words, folder, case)
-    status = wait_for(pid, [signal.Signals[f"SIG{name}"] for name in case.signals], folder / case.signals_at)
+    signals = [signal.Signals[f"SIG{name}"] for name in case.signals]
+    status = wait_for(pid, signals, folder / case.signals_at, case.signals_after_s)
     seconds = time.monotonic() - begun
     output = output_of(folder).read_text(encoding="utf-8", errors="replace") if output_of(folder).exists() else ""
     return Answer(status, seconds, output, frozenset({path.name for path in folder.iterdir()} - before))
@@ -237,11 +240,11 @@ def run_here(words: Sequence[str], folder: Path, case: Case) -> None:
         os._exit(status)
 
 
-def wait_for(pid: int, signals: Sequence[signal.Signals], at: Path) -> int:
+def wait_for(pid: int, signals: Sequence[signal.Signals], at: Path, after_s: float) -> int:
     """The exit status of a process, negative for the signal that ended it. It is killed after DEADLINE_S.
 
     Args:
-        signals: sent when the file `at` has content, 0.1 s apart.
+        signals: sent `after_s` seconds after the file `at` has content, and then 0.1 s apart.
     """
     end = time.monotonic() + DEADLINE_S
     while True:
@@ -249,9 +252,9 @@ def wait_for(pid: int, signals: Sequence[signal.Signals], at: Path) -> int:
         if done:
             return os.waitstatus_to_exitcode(status)
         if signals and at.is_file() and at.stat().st_size:
+            time.sleep(after_s)
             os.kill(pid, signals[0])
-            signals = signals[1:]
-            time.sleep(0.1)
+            signals, after_s = signals[1:], 0.1
         if time.monotonic() > end:
             os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)

@@ -205,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commit = options.before_commit or commit_of(options.before)
         about = {
             "before": commit,
-            "load": "other processes used the same cores during the run; both sides were measured in turn",
+            "load": "both sides were measured in turn, so that other load on the cores hits both",
             "burst_s": BURST_S,
             "pairs": options.pairs,
         }

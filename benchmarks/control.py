@@ -32,7 +32,7 @@ STARTS = 16
 
 @dataclass(frozen=True)
 class Task:
-    """What both systems learn."""
+    """A task that both systems learn, with the settings of each."""
 
     id: str
     recipe: str

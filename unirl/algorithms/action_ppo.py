@@ -40,7 +40,7 @@ class PartRatios(ARGRPO):
     """
 
     ratio_of: Literal["decision", "part"] = "decision"
-    """What has a ratio that is clipped. What a part is, the policy says, such as `bundle.parts` of OpenVLA."""
+    """Clip one ratio for each decision, or one for each of its parts, which the policy defines (`bundle.parts`)."""
 
     trains_tokens: ClassVar[bool] = True
     sampled_by: ClassVar[type] = ActionSamplingParams

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 Render = Literal["auto"] | bool
-"""Whether images of episodes are drawn."""
+"""Draw images of episodes: always, never, or `auto`, if this machine can."""
 
 
 class GymnasiumEnvironment:

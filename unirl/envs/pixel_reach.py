@@ -32,7 +32,7 @@ STRIDE = 0.25
 NEAR = 0.25
 """The distance at which a target is reached."""
 RADIUS = 0.2
-"""Of the discs in the image."""
+"""The radius of the discs in the image, in units of the plane."""
 
 
 class PixelReachEnvironment:

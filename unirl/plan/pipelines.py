@@ -1,4 +1,4 @@
-"""What a pipeline and its environment say about a recipe before any model is loaded."""
+"""Checks of a recipe by its pipeline and environment, before any model is loaded."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, interpolate, scaled_dot_product_attention
 
 EPS = 1e-6
-"""Of the layer norms."""
+"""Added to the variance in the layer norms."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -131,7 +131,7 @@ class ActionStage:
         return {name: tensor[:count] for name, tensor in outputs.items()}
 
     def _device(self) -> torch.device:
-        """Where the network is now."""
+        """The device of the weights of the network."""
         return next(self.network.parameters()).device
 
     def _padded(self, observations: Observations, count: int, device: torch.device) -> Observations:

@@ -58,6 +58,18 @@ def described_without_torch(environment: EngineEnvironment) -> None:
     described(str(wrapper), environment)
 
 
+def test_builds_that_do_not_fit_are_named_with_the_command_that_installs_one_that_does(environment, tmp_path) -> None:
+    (tmp_path / "torchvision.py").write_text('raise RuntimeError("operator torchvision::nms does not exist")\n')
+    wrapper = tmp_path / "python"
+    wrapper.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    wrapper.chmod(0o755)
+    with pytest.raises(DependencyError) as refused:
+        described(str(wrapper), environment)
+    text, ours = str(refused.value), version("torch")
+    assert f"does not load beside torch {ours} (operator torchvision::nms does not exist)" in text
+    assert text.endswith(f"{wrapper} -m pip install --no-deps torch==={ours.partition('+')[0]}")
+
+
 def test_doctor_names_another_version_and_a_missing_gpu(environment, monkeypatch) -> None:
     monkeypatch.setattr(EngineEnvironment, "python_for", lambda self, setting: sys.executable)
     with pytest.raises(Unfit, match="which sees no GPU"):

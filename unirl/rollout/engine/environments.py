@@ -21,15 +21,21 @@ from unirl.config.dependencies import is_installed
 from unirl.config.errors import DependencyError
 
 ASK = """
-import importlib.metadata, json, sys
+import importlib.metadata, importlib.util, json, sys
 def version(name):
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
 import torch
+mismatch = None
+if importlib.util.find_spec("torchvision"):
+    try:
+        import torchvision
+    except Exception as error:
+        mismatch = f"torchvision {version('torchvision')} does not load beside torch {torch.__version__} ({error})"
 print(json.dumps({"python": sys.version.split()[0], "package": version(sys.argv[1]), "torch": torch.__version__,
-                  "gpus": torch.cuda.device_count()}))
+                  "gpus": torch.cuda.device_count(), "mismatch": mismatch}))
 """
 """The program that an environment runs to describe itself."""
 
@@ -133,10 +139,12 @@ class Installed:
     torch: str
     gpus: int
     """The number of GPUs that its torch can use."""
+    mismatch: str | None = None
+    """Why two builds of its packages do not work together. None: they do."""
 
 
 def described(python: str, environment: EngineEnvironment) -> Installed:
-    """Ask an environment about its contents. Raises DependencyError (3001) if it cannot import torch."""
+    """Ask an environment about its contents. Raises DependencyError (3001) if its torch or torchvision do not load."""
     words = [python, "-c", ASK, environment.distribution]
     answer = subprocess.run(words, capture_output=True, text=True, timeout=300)
     if answer.returncode != 0:
@@ -145,4 +153,12 @@ def described(python: str, environment: EngineEnvironment) -> Installed:
             f"{python} does not work: {reason}. Install the environment anew: unirl engines install "
             f"{environment.name} --again"
         )
-    return Installed(**json.loads(answer.stdout.splitlines()[-1]))
+    found = Installed(**json.loads(answer.stdout.splitlines()[-1]))
+    if found.mismatch is not None:
+        raise DependencyError(
+            f"{python} does not work: {found.mismatch}. The installer took another build of torch than that of the "
+            "index, as with find-links or an index of CPU builds in its settings (`pip config list` shows them). "
+            "Install the build that fits: "
+            f"{python} -m pip install --no-deps torch==={found.torch.partition('+')[0]}"
+        )
+    return found

@@ -13,7 +13,7 @@ import pytest
 from tests.run_files import metrics_of
 from tests.trainer.test_loop import checkpoints_of, run, trainer_of, weights_of
 from unirl.config.errors import Preempted, StorageError
-from unirl.train.backend import writer
+from unirl.train.backend import remote, writer
 from unirl.train.backend.checkpoint import verify
 from unirl.train.backend.remote import RemoteCheckpoints
 
@@ -147,3 +147,11 @@ def test_a_copy_that_fails_warns_and_only_the_last_one_ends_the_run(monkeypatch,
     with pytest.raises(StorageError, match="no connection for checkpoint-000002"):
         run(tmp_path / "b", *BACKGROUND, "checkpoint.copy_to=memory://b")
     assert verify(tmp_path / "b/checkpoints/checkpoint-000002") == []
+
+
+def test_a_place_of_copies_that_cannot_be_written_is_refused_before_anything_is_made(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(remote, "PAUSE_S", 0.0)
+    (tmp_path / "taken").write_text("a file")
+    with pytest.raises(StorageError, match="taken/run cannot be written to"):
+        run(tmp_path / "run", f"checkpoint.copy_to=file://{tmp_path}/taken/run")
+    assert not (tmp_path / "run").exists()

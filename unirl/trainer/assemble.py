@@ -94,6 +94,8 @@ def build_trainer(
     if is_own_run:
         check_reward(recipe.config)
         check_engines(recipe)
+        if (copies := remote_copies(recipe.config)) is not None:
+            copies.check()
     # The last check: it may count the parameters of the model, which imports its libraries.
     threads = threads_of(recipe.config, recorded_threads(resume, checkpoints.directory))
     if tracker is None:
@@ -307,13 +309,11 @@ def store_of(config: RecipeConfig, root: Path) -> CheckpointStore:
 
 
 def remote_copies(config: RecipeConfig) -> RemoteCheckpoints | None:
-    """The place where checkpoints are copied, known to be writable. Raises CheckpointError (7003) if it is not."""
+    """The place where checkpoints are copied."""
     url = config.checkpoint.copy_to
     if url is None:
         return None
-    copies = RemoteCheckpoints(url, keep=config.keep_checkpoints, keep_every=config.checkpoint.keep_every)
-    copies.check()
-    return copies
+    return RemoteCheckpoints(url, keep=config.keep_checkpoints, keep_every=config.checkpoint.keep_every)
 
 
 def estimator_of(recipe: Recipe) -> AdvantageEstimator:

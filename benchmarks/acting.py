@@ -3,11 +3,12 @@
     python benchmarks/acting.py --clock cpu --json benchmarks/acting.json
 
 The bare loop keeps only the newest observations; the rollout also records every decision, as training needs it.
-`ratio` is our time over its time. About a minute.
+`ratio` is our time over its time. Some minutes.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,20 +25,20 @@ from unirl.types.primitives import Texts
 from unirl.types.rollout_req import RolloutReq, TrackSpec
 from unirl.types.sampling import ActionSamplingParams
 
-ROWS, DECISIONS = 16, 200
+ROWS, DECISIONS = (16, 64), 200
 BUNDLES: dict[str, Callable[[], PolicyBundle]] = {
     "CartPole-v1": lambda: CategoricalBundle(observations=4, actions=2),
     "HalfCheetah-v5": lambda: GaussianBundle(observations=17, actions=6),
 }
 
 
-def request() -> RolloutReq:
-    ids = [f"start{row}" for row in range(ROWS)]
+def request(rows: int) -> RolloutReq:
+    ids = [f"start{row}" for row in range(rows)]
     params = ActionSamplingParams(max_steps=DECISIONS, continuing=True)
     return RolloutReq(
         sample_ids=ids,
         group_ids=ids,
-        primitives={"text": Texts(texts=[""] * ROWS)},
+        primitives={"text": Texts(texts=[""] * rows)},
         metadata=[{} for _ in ids],
         tracks={"action": TrackSpec(sampling=params)},
         purpose="r",
@@ -45,20 +46,20 @@ def request() -> RolloutReq:
     )
 
 
-def ours(id: str, bundle: PolicyBundle) -> Callable[[], None]:
+def ours(id: str, bundle: PolicyBundle, rows: int) -> Callable[[], None]:
     pipeline = PolicyPipeline(bundle, env=GymnasiumEnvironment(id=id))
-    req = request()
+    req = request(rows)
 
     def run() -> None:
-        pipeline.generate(req, ROWS)
+        pipeline.generate(req, rows)
 
     return run
 
 
-def bare(id: str, bundle: PolicyBundle) -> Callable[[], None]:
+def bare(id: str, bundle: PolicyBundle, rows: int) -> Callable[[], None]:
     import gymnasium
 
-    environments = [gymnasium.make(id) for _ in range(ROWS)]
+    environments = [gymnasium.make(id) for _ in range(rows)]
     policy = bundle.stage().policy
     draw = torch.randn if policy.noise == "normal" else torch.rand
     shape = environments[0].observation_space.shape
@@ -66,11 +67,11 @@ def bare(id: str, bundle: PolicyBundle) -> Callable[[], None]:
     @torch.no_grad()
     def run() -> None:
         observations = np.stack([each.reset(seed=row)[0] for row, each in enumerate(environments)]).astype(np.float32)
-        noise = draw(DECISIONS, ROWS, *policy.noise_shape)
+        noise = draw(DECISIONS, rows, *policy.noise_shape)
         for decision in range(DECISIONS):
             actions = policy({"state": torch.from_numpy(observations)}, noise=noise[decision])["actions"]
             given = actions.clamp(-1, 1).numpy() if actions.is_floating_point() else actions.tolist()
-            observations = np.empty((ROWS, *shape), np.float32)
+            observations = np.empty((rows, *shape), np.float32)
             for row, environment in enumerate(environments):
                 observations[row], _, terminated, truncated, _ = environment.step(given[row])
                 if terminated or truncated:
@@ -82,10 +83,11 @@ def bare(id: str, bundle: PolicyBundle) -> Callable[[], None]:
 def main() -> None:
     options = measuring(__doc__ or "", pairs=9).parse_args()
     results: list[Ratio] = []
-    shapes: dict[str, int | float | str] = {"rows": ROWS, "decisions": DECISIONS, "clock": options.clock}
-    for id, make in BUNDLES.items():
+    for (id, make), rows in itertools.product(BUNDLES.items(), ROWS):
         bundle = make()
-        results.append(paired(id, shapes, ours(id, bundle), bare(id, bundle), options.pairs, CLOCKS[options.clock]))
+        shapes: dict[str, int | float | str] = {"rows": rows, "decisions": DECISIONS, "clock": options.clock}
+        both = ours(id, bundle, rows), bare(id, bundle, rows)
+        results.append(paired(id, shapes, *both, options.pairs, CLOCKS[options.clock]))
     report(results, options.json)
 
 

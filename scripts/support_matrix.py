@@ -73,6 +73,14 @@ CHAINS: Mapping[str, tuple[str, str, Sequence[str]]] = {
     "hi3_three": ("HunyuanImage-3", "unified_model/hi3_think", ("think", "recaption", "image")),
 }
 """The label of each family that samples several tracks, its recipe, and its tracks, which continue each other."""
+POLICIES: Mapping[str, tuple[str, str]] = {
+    "categorical": ("networks of vectors, discrete actions", "embodied/cartpole_ppo"),
+    "gaussian": ("networks of vectors, continuous actions", "embodied/halfcheetah_ppo"),
+    "flow": ("flow policy, chunks of actions", "embodied/quickstart"),
+    "pixels": ("networks of images, continuous actions", "embodied/pixel_reach_ppo"),
+    "openvla": ("OpenVLA-OFT, chunks of action tokens", "embodied/maniskill_pickcube_ppo_openvla_oft"),
+}
+"""The label of each kind of policy that acts, and its recipe."""
 UNGUIDED = {"guidance_scale": 1.0, "guidance_scale_2": None, "init_same_noise": False}
 ALGORITHMS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Flow-GRPO": ("diffusion/sd3_flowgrpo", {}),
@@ -101,6 +109,13 @@ TOKEN_ALGORITHMS: Mapping[str, str] = {
     "distillation": "llm/quickstart_opd",
 }
 """The recipe of each algorithm for tokens."""
+ACTION_ALGORITHMS: Mapping[str, str] = {
+    "PPO": "embodied/cartpole_ppo",
+    "GRPO": "embodied/quickstart",
+    "SAC": "embodied/halfcheetah_sac",
+    "CrossQ": "embodied/halfcheetah_crossq",
+}
+"""The recipe of each algorithm for policies that act."""
 SCHEDULES = ("joint", "alternating", "equal gradient norms", "equal loss sizes", "images alone", "texts alone")
 """How the tracks of a chain share an update, or which of them are trained."""
 TRAINSIDE = {"_target_": "unirl.rollout.engine.trainside.engine.TrainsideRolloutEngine"}
@@ -111,6 +126,7 @@ ENGINES: Mapping[str, str | None] = {
 }
 OF_ALGORITHM = ("backend", "advantage", "algorithm", "stack", "sampling")
 OF_TOKENS = ("advantage", "refill")
+OF_ACTIONS = ("advantage", "algorithm")
 OF_FAMILY = ("height", "width", "num_frames", "guidance_scale", "num_inference_steps", "max_sequence_length")
 OF_ENGINE = ("num_devices", "placement", "rollout", "sync")
 SETTINGS = ("scale=toy", "num_rollouts=1", "evaluation.eval_steps=0", "tracking.sample_steps=0", "save_interval=0")
@@ -125,9 +141,9 @@ is **yes** only if the step ended with a finite reward, an update and no gradien
 about models of full size. The card of each recipe states what was run at full size. [Engines](engines.md) has a table
 of the engines that are servers (SGLang, vLLM, vLLM-Omni), which are not in these tables.
 
-Each engine has three tables: the images and videos of each family; the tokens of unified models, track by track, while
-their other tracks are trained as in the recipe; and the tracks of unified models together, with the updates of
-[unified models](unified_models.md).
+Each engine has four tables: the images and videos of each family; the tokens of unified models, track by track, while
+their other tracks are trained as in the recipe; the tracks of unified models together, with the updates of
+[unified models](unified_models.md); and [policies that act](embodied.md).
 
 {measured}"""
 
@@ -182,6 +198,20 @@ def token_keys(row: str, algorithm: str) -> tuple[str, dict[str, Any]]:
     return recipe, {**blocks, "algorithm": loss, **({"stack": updates} if updates else {})}
 
 
+def action_keys(row: str, algorithm: str) -> tuple[str, dict[str, Any]]:
+    """The recipe of a kind of policy, and the keys of an algorithm for it."""
+    recipe = POLICIES[row][1]
+    source = yaml.safe_load((RECIPES / f"{ACTION_ALGORITHMS[algorithm]}.yaml").read_text())
+    group = source["sampling"].get("samples_per_prompt", 1)
+    keys = {key: source[key] for key in OF_ACTIONS if key in source}
+    keys["stack"] = {"_target_": "unirl.train.stack.TrainStack"} | source["stack"]
+    keys["sampling"] = {"samples_per_prompt": group}
+    own = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text())["bundle"]
+    if source["bundle"].get("squashed") and own["_target_"] == source["bundle"]["_target_"]:
+        keys["bundle"] = {"squashed": True}
+    return recipe, keys
+
+
 def schedule_keys(row: str, schedule: str) -> tuple[str, dict[str, Any]]:
     """The recipe of a chain of tracks, and the keys of a schedule."""
     _, recipe, tracks = CHAINS[row]
@@ -230,6 +260,13 @@ SECTIONS: Mapping[str, Section] = {
         {row: f"{label}: {', '.join(f'`{track}`' for track in tracks)}" for row, (label, _, tracks) in CHAINS.items()},
         SCHEDULES,
         schedule_keys,
+    ),
+    "actions": Section(
+        "Policies that act",
+        "policy",
+        {row: label for row, (label, _) in POLICIES.items()},
+        tuple(ACTION_ALGORITHMS),
+        action_keys,
     ),
 }
 """The tables by their names in the result file."""

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import torch
 from msgspec import Meta
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
-from unirl.config.errors import DataError, ResumeError
+from unirl.config.errors import ResumeError
 from unirl.types.transitions import Transitions
 
 ADDED = "added"
@@ -52,6 +49,11 @@ class ReplayStore:
             self.columns[name][places] = values[-capacity:].cpu()
         self.added += len(transitions)
 
+    def skip(self, count: int) -> None:
+        """Count transitions that are not kept, of a store that keeps none."""
+        assert not self.columns, "a store that keeps transitions adds all of them"
+        self.added += count
+
     def sample(self, count: int, generator: torch.Generator) -> Transitions:
         """`count` transitions, uniform with replacement; a function of the generator's seed and of what is stored."""
         assert self.added, "a store without transitions has nothing to sample"
@@ -80,26 +82,3 @@ class ReplayStore:
         if saved:
             self.add(Transitions.of_tensors(saved))
         self.added = added
-
-
-def offline_store(path: str) -> ReplayStore:
-    """The transitions of a safetensors file, whose tensors have the names of `Transitions.tensors`.
-
-    Raises:
-        DataError: the file is missing, or its tensors are not transitions.
-    """
-    way_out = "Give a safetensors file with observations.KEY, actions, rewards, discounts and following.KEY"
-    if not Path(path).expanduser().is_file():
-        raise DataError(f"stack.offline={path}: there is no such file. {way_out}")
-    try:
-        tensors = load_file(Path(path).expanduser())
-        transitions = Transitions.of_tensors(tensors)
-    except (SafetensorError, KeyError) as error:
-        raise DataError(f"stack.offline={path} does not hold transitions ({error}). {way_out}") from error
-    sizes = {name: len(values) for name, values in transitions.tensors().items()}
-    keys = transitions.observations.keys()
-    if len(set(sizes.values())) != 1 or not len(transitions) or keys != transitions.following.keys():
-        raise DataError(f"stack.offline={path}: its tensors have {sizes} rows, which must be equal. {way_out}")
-    store = ReplayStore(ReplayConfig(capacity=len(transitions)))
-    store.add(transitions)
-    return store

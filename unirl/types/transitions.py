@@ -64,10 +64,7 @@ def transitions_of(segment: ActionSegment, weight: Tensor, gamma: float, n_step:
         gamma: discount of one decision.
         n_step: n >= 1, the most rewards of a transition.
     """
-    counted = segment.loss_mask & (weight.cpu() > 0).repeat_interleave(segment.lengths.cpu()).to(
-        segment.loss_mask.device
-    )
-    start = torch.nonzero(counted)[:, 0]
+    start = torch.nonzero(counted_decisions(segment, weight))[:, 0]
     ends = torch.nonzero(segment.ends)[:, 0]
     last = ends[torch.searchsorted(ends, start)]  # the end of the episode of each decision
     stop = torch.minimum(start + n_step, last + 1)  # the element after the window
@@ -85,3 +82,14 @@ def transitions_of(segment: ActionSegment, weight: Tensor, gamma: float, n_step:
         discounts=discounts,
         following={key: value[after] for key, value in segment.observations.items()},
     )
+
+
+def counted_decisions(segment: ActionSegment, weight: Tensor) -> Tensor:
+    """[sum L] bool, the decisions of the rows of weight > 0."""
+    counts = (weight.cpu() > 0).repeat_interleave(segment.lengths.cpu())
+    return segment.loss_mask & counts.to(segment.loss_mask.device)
+
+
+def num_decisions(segment: ActionSegment, weight: Tensor) -> int:
+    """The number of decisions of the rows of weight > 0."""
+    return int(counted_decisions(segment, weight).sum())

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from unirl.envs.gymnasium import GymnasiumEnvironment  # noqa: E402
-from unirl.envs.metaworld import MetaWorldEnvironment, expert_of  # noqa: E402
+from unirl.envs.metaworld import MetaWorldEnvironment, MetaWorldExpert  # noqa: E402
 from unirl.models.policies.bundle import PolicyBundle  # noqa: E402
 from unirl.sde.noise import key_seed  # noqa: E402
 from unirl.types.environments import STATE, ContinuousActions, Environment, EpisodeStart, Observations  # noqa: E402
@@ -51,8 +51,8 @@ def environment_of(task: str, max_steps: int) -> Environment:
 def actor_of(task: str, policy: str | None, generator: torch.Generator) -> Act:
     """The expert of a task of Meta-World, or an exported policy, which draws its actions."""
     if policy is None:
-        expert = expert_of(task)
-        return lambda seen: expert(seen[STATE][0]).clamp(-1, 1)[None, None]
+        expert = MetaWorldExpert(task=task)
+        return lambda seen: expert.label(seen)[:, None]
     stage = PolicyBundle.from_files(path=policy).stage()
     draw = torch.randn if stage.policy.noise == "normal" else torch.rand
     return lambda seen: stage.decide(

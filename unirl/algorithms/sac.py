@@ -10,6 +10,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor, nn
 
+from unirl.algorithms.shared.checks import check_no_expert
 from unirl.algorithms.shared.critic_ensemble import Critics
 from unirl.algorithms.shared.transition_loss import TransitionLoss
 from unirl.config.errors import IncompatibleError, InvalidValueError
@@ -19,6 +20,7 @@ from unirl.types.environments import ContinuousActions
 from unirl.types.facts import ActionFacts, ModelFacts
 from unirl.types.protocols import Needs
 from unirl.types.results import Metric, Metrics
+from unirl.types.sampling import ActionSamplingParams
 from unirl.types.segments import ActionSegment
 from unirl.types.transitions import Transitions, transitions_of
 
@@ -98,6 +100,9 @@ class SAC(TransitionLoss):
             alpha=self.alpha,
             seed=key_seed(seed, "critics"),
         )
+
+    def check_sampling(self, sampling: ActionSamplingParams) -> None:
+        check_no_expert(sampling)
 
     def transitions(self, segment: ActionSegment, weight: Float[Tensor, "B"], n_step: int) -> Transitions:
         return transitions_of(segment, weight, self.gamma, n_step)

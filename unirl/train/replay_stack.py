@@ -25,6 +25,7 @@ from unirl.types.progress import progress
 from unirl.types.protocols import TrainingProgress
 from unirl.types.results import Metric, Metrics, TrainStepResult, merge
 from unirl.types.rollout_resp import RolloutTrack
+from unirl.types.sampling import ActionSamplingParams, Sampling
 from unirl.types.segments import ActionSegment
 from unirl.types.transitions import Transitions, num_decisions
 
@@ -69,11 +70,15 @@ class ReplayStack(TrainStack):
             )
 
     @classmethod
-    def check_data(cls, loss: StageAlgorithm[Any], facts: ModelFacts, settings: Mapping[str, object]) -> None:
-        offline = settings["offline"]
+    def check_data(
+        cls, loss: StageAlgorithm[Any], facts: ModelFacts, sampling: Sampling, settings: Mapping[str, object]
+    ) -> None:
+        trained, offline = cast(TransitionLoss, loss), settings["offline"]
         if offline is not None:
             found = load_demonstrations(build(cast(Node, offline)), cast(ActionFacts, facts))
-            cast(TransitionLoss, loss).check_demonstrations(found.has_rewards)
+            trained.check_demonstrations(found.has_rewards)
+        if offline is None or settings["offline_share"] != 1:
+            trained.check_own_rows(cast(ActionSamplingParams, sampling))
 
     def __post_init__(self) -> None:
         super().__post_init__()

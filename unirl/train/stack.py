@@ -26,6 +26,7 @@ from unirl.types.progress import progress
 from unirl.types.protocols import REFERENCE, TrainingProgress
 from unirl.types.results import Metric, Metrics, TrainStepResult, merge
 from unirl.types.rollout_resp import RolloutTrack
+from unirl.types.sampling import Sampling
 
 Update = list[RolloutTrack]
 """The micro-batches of one update, in order."""
@@ -125,8 +126,10 @@ class TrainStack:
             )
 
     @classmethod
-    def check_data(cls, loss: StageAlgorithm[Any], facts: ModelFacts, settings: Mapping[str, object]) -> None:
-        """Refuses data of the stack's own that do not fit the model. By default, a stack has none.
+    def check_data(
+        cls, loss: StageAlgorithm[Any], facts: ModelFacts, sampling: Sampling, settings: Mapping[str, object]
+    ) -> None:
+        """Refuses data of the stack's own that do not fit the loss or the model. By default, a stack has none.
 
         Args:
             settings: the block `stack`, with its defaults.

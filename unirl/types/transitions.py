@@ -65,8 +65,7 @@ def transitions_of(segment: ActionSegment, weight: Tensor, gamma: float, n_step:
         n_step: n >= 1, the most rewards of a transition.
     """
     start = torch.nonzero(counted_decisions(segment, weight))[:, 0]
-    ends = torch.nonzero(segment.ends)[:, 0]
-    last = ends[torch.searchsorted(ends, start)]  # the end of the episode of each decision
+    last = last_decisions(segment, start)
     stop = torch.minimum(start + n_step, last + 1)  # the element after the window
     rewards = torch.zeros(len(start), dtype=torch.float32, device=start.device)
     for k in range(n_step):
@@ -82,6 +81,12 @@ def transitions_of(segment: ActionSegment, weight: Tensor, gamma: float, n_step:
         discounts=discounts,
         following={key: value[after] for key, value in segment.observations.items()},
     )
+
+
+def last_decisions(segment: ActionSegment, decisions: Tensor) -> Tensor:
+    """[N] the last decision of the episode of each of `decisions` [N], as positions in the packed fields."""
+    ends = torch.nonzero(segment.ends)[:, 0]
+    return ends[torch.searchsorted(ends, decisions)]
 
 
 def counted_decisions(segment: ActionSegment, weight: Tensor) -> Tensor:

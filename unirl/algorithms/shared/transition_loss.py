@@ -56,6 +56,10 @@ class TransitionLoss(StageAlgorithm[ActionStage, ActionSegment]):
         """What follows an update that was applied. By default, nothing."""
         return None
 
+    def check_own_rows(self, sampling: ActionSamplingParams) -> None:
+        """Raises ConfigError if the loss cannot learn from rows that are sampled with these settings."""
+        return None
+
     def check_demonstrations(self, has_rewards: bool) -> None:
         """Raises ConfigError if the loss cannot learn from these demonstrations."""
         return None

@@ -200,6 +200,21 @@ class PolicyNetwork(nn.Module):
         """
         raise IncompatibleError(f"a {type(self).__name__} has no recorded form for actions that it did not draw")
 
+    def imitation(
+        self,
+        observations: Observations,
+        actions: Shaped[Tensor, "N chunk *action"],
+        eps: Shaped[Tensor, "N *noise"],
+        levels: Float[Tensor, "N"],
+    ) -> Float[Tensor, "N"]:
+        """The loss of imitating actions: -log pi(a | o), nats.
+
+        Args:
+            actions: those of the environment, in [-1, 1] or numbers of discrete ones.
+            eps, levels: standard normal [N, *noise_shape], and uniform in [0, 1); for policies without a density.
+        """
+        return -self(observations, actions=self.recorded(actions))["logp"]
+
 
 class EncodedPolicy(PolicyNetwork):
     """A policy whose parameters are a linear function of the features of its observations."""

@@ -57,7 +57,7 @@ def minimised(bundle: PolicyBundle, batch: Transitions, parameters: list[Tensor]
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        value, _ = loss.transition_loss(stage, batch, torch.Generator().manual_seed(0))
+        value = loss.transition_loss(stage, batch, torch.Generator().manual_seed(0)).loss
         value.backward()
         return value
 
@@ -102,7 +102,7 @@ def test_the_loss_of_a_squashed_policy_is_the_density_of_what_is_executed() -> N
     state, actions = torch.randn(6, 2), torch.rand(6, 2) * 1.8 - 0.9
     mean, log_std = bundle.trainable().parameters_of({"state": state}).unbind(1)  # type: ignore[operator]
     wanted = TransformedDistribution(Normal(mean, log_std.exp()), TanhTransform()).log_prob(actions).sum(1)
-    loss, _ = BehaviourCloning().transition_loss(bundle.stage(), batch_of(state, actions), torch.Generator())
+    loss = BehaviourCloning().transition_loss(bundle.stage(), batch_of(state, actions), torch.Generator()).loss
     assert loss.item() == pytest.approx(-wanted.mean().item(), rel=1e-4)
 
 
@@ -114,7 +114,7 @@ def test_the_loss_of_a_flow_policy_is_zero_at_the_velocity_of_the_one_demonstrat
     batch = Transitions.of_tensors(batch.tensors() | {"actions": chunk.expand(5, 3, 2)})
 
     def value() -> float:
-        return BehaviourCloning().transition_loss(bundle.stage(), batch, torch.Generator().manual_seed(2))[0].item()
+        return BehaviourCloning().transition_loss(bundle.stage(), batch, torch.Generator().manual_seed(2)).loss.item()
 
     assert value() > 0.1
     # All noise flows to one point: x = (1 - sigma) a + sigma eps, so eps - a = (x - a) / sigma.

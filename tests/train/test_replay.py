@@ -72,7 +72,7 @@ def test_a_full_ring_has_the_newest_transitions_and_its_saved_state_continues_it
     other.restore(store.state())
     for each in (store, other):
         each.add(transitions(3, seed=7))
-    draws = [each.sample(64, torch.Generator().manual_seed(1)).tensors() for each in (store, other)]
+    draws = [each.sample(64, torch.Generator().manual_seed(1)).transitions.tensors() for each in (store, other)]
     assert all(torch.equal(draws[0][name], draws[1][name]) for name in draws[0])
     with pytest.raises(ResumeError, match="capacity=11"):
         ReplayStore(ReplayConfig(capacity=11)).restore(store.state())
@@ -123,7 +123,7 @@ def test_a_share_of_a_minibatch_is_offline(share, count) -> None:
     shown = stack.demonstrations.columns["rewards"].tolist()
     own = transitions(20)
     stack.replay.add(own)
-    batch = stack._minibatch(torch.Generator().manual_seed(0))
+    _, batch = stack._minibatch(torch.Generator().manual_seed(0))
     assert sum(float(reward) in shown for reward in batch.rewards) == count
     assert sum(float(reward) in own.rewards.tolist() for reward in batch.rewards) == 10 - count
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from unirl.algorithms.shared.transition_loss import TransitionLoss
+from unirl.algorithms.shared.transition_loss import BatchLoss, TransitionLoss
 from unirl.config.errors import IncompatibleError
 from unirl.models.policies.stage import ActionStage
 from unirl.types.protocols import Needs
@@ -55,14 +55,12 @@ class BehaviourCloning(TransitionLoss):
         where = start[start + chunk - 1 <= last_decisions(segment, start)]
         return labelled(segment, where, torch.stack([segment.actions[where + k] for k in range(chunk)], dim=1))
 
-    def transition_loss(
-        self, stage: ActionStage, batch: Transitions, generator: torch.Generator
-    ) -> tuple[Float[Tensor, ""], Mapping[str, Float[Tensor, ""]]]:
+    def transition_loss(self, stage: ActionStage, batch: Transitions, generator: torch.Generator) -> BatchLoss:
         count, device, policy = len(batch), batch.rewards.device, stage.policy
         eps = torch.randn(count, *policy.noise_shape, generator=generator).to(device)
         levels = torch.rand(count, generator=generator).to(device)
         loss = policy.imitation(batch.observations, batch.actions, eps, levels).mean()
-        return loss, {"imitation": loss.detach()}
+        return BatchLoss(loss, {"imitation": loss.detach()})
 
     def metrics(self, parts: Mapping[str, Float[Tensor, ""]]) -> Metrics:
         return {"train/imitation_loss": Metric.mean(parts["imitation"])}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import torch
 from msgspec import Meta
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from unirl.algorithms.shared.checks import check_no_expert
 from unirl.algorithms.shared.critic_ensemble import Critics
-from unirl.algorithms.shared.transition_loss import TransitionLoss
+from unirl.algorithms.shared.transition_loss import BatchLoss, TransitionLoss
 from unirl.config.errors import IncompatibleError, InvalidValueError
 from unirl.models.policies.stage import ActionStage
 from unirl.sde.noise import key_seed
@@ -66,6 +66,8 @@ class SAC(TransitionLoss):
     target_entropy: float | None = None
     """H in nats. If absent, minus the dimensions of a decision."""
 
+    has_errors: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.subset > self.members:
@@ -118,10 +120,8 @@ class SAC(TransitionLoss):
         found = transitions_of(segment, torch.ones(len(segment)), self.gamma, n_step)
         return replace(found, actions=stage.policy.recorded(found.actions[:, None]))
 
-    def transition_loss(
-        self, stage: ActionStage, batch: Transitions, generator: torch.Generator
-    ) -> tuple[Float[Tensor, ""], Mapping[str, Float[Tensor, ""]]]:
-        """The sum of the three losses [], and its parts by name.
+    def transition_loss(self, stage: ActionStage, batch: Transitions, generator: torch.Generator) -> BatchLoss:
+        """The sum of the three losses. Importance weights multiply the loss of the critics alone.
 
         Args:
             generator: on the CPU; noise of the actions and the choice of critics come from it.
@@ -141,7 +141,9 @@ class SAC(TransitionLoss):
         if self.subset < self.members:
             next_values = next_values[chosen.to(device)]
         goal = batch.rewards + batch.discounts * (next_values.amin(0) - fixed_alpha * after["logp"])
-        critic_loss = 0.5 * (values - goal).square().mean(1).sum()
+        gaps = values - goal
+        squares = gaps.square() if batch.weights is None else batch.weights * gaps.square()
+        critic_loss = 0.5 * squares.mean(1).sum()
 
         now = stage.network(batch.observations, noise=noise[0])
         proposed = critics.inputs(batch.observations, stage.policy.executed(now["actions"]))
@@ -155,7 +157,8 @@ class SAC(TransitionLoss):
             goal_entropy = -float(decision_size(stage)) if self.target_entropy is None else self.target_entropy
             loss = loss + alpha * (entropy - goal_entropy)
         parts = {"critic": critic_loss, "actor": actor_loss, "alpha": alpha, "entropy": entropy, "q": values.mean()}
-        return loss, {name: value.detach() for name, value in parts.items()}
+        detached = {name: value.detach() for name, value in parts.items()}
+        return BatchLoss(loss, detached, gaps.detach().abs().mean(0))
 
     def _values(self, critics: Critics, taken: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
         """Q [E, N] of what was done, and of what follows, without a gradient."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, cast
 
 import torch
@@ -18,7 +19,7 @@ from unirl.config.node import Node
 from unirl.data.demonstrations import DemonstrationsConfig, load_demonstrations
 from unirl.distributed.group.dispatch import scatter
 from unirl.sde.noise import key_seed
-from unirl.train.replay_store import ReplayConfig, ReplayStore
+from unirl.train.replay_store import Draw, ReplayConfig, ReplayStore
 from unirl.train.stack import TrainStack, loss_metric, merge_ranks, update_metrics
 from unirl.types.facts import ActionFacts, ModelFacts
 from unirl.types.progress import progress
@@ -73,7 +74,8 @@ class ReplayStack(TrainStack):
     def check_data(
         cls, loss: StageAlgorithm[Any], facts: ModelFacts, sampling: Sampling, settings: Mapping[str, object]
     ) -> None:
-        trained, offline = cast(TransitionLoss, loss), settings["offline"]
+        trained, offline, store = cast(TransitionLoss, loss), settings["offline"], settings["store"]
+        check_store(trained, build(store) if isinstance(store, Node) else cast(ReplayConfig, store))
         if offline is not None:
             found = load_demonstrations(build(cast(Node, offline)), cast(ActionFacts, facts))
             trained.check_demonstrations(found.has_rewards)
@@ -83,6 +85,7 @@ class ReplayStack(TrainStack):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.loss = cast(TransitionLoss, self.algorithm)
+        check_store(self.loss, self.store)
         self.replay = ReplayStore(self.store)
         self.demonstrations = None if self.offline is None else self._offline(self.offline)
         self.backend.keep("replay", self.replay)
@@ -116,7 +119,7 @@ class ReplayStack(TrainStack):
         count = num_updates(before, self.replay.added, self.updates_per_decision)
         if len(self.replay) < self.warmup:
             count = 0
-        results = [self._update_once(count) for _ in range(count)]
+        results = [self._update_once(count, now) for _ in range(count)]
         kept: Metrics = {
             "train/replay_size": Metric.mean(float(len(self.replay))),
             "train/replay_updates": Metric.mean(float(count)),
@@ -126,30 +129,46 @@ class ReplayStack(TrainStack):
         self.backend.finish_step()
         return TrainStepResult((merge([results[0], kept]), *results[1:]))
 
-    def _update_once(self, count: int) -> Metrics:
+    def _update_once(self, count: int, now: TrainingProgress) -> Metrics:
         """One update. Its draws are a function of the seed of the run and of the number of the update."""
         number = self.backend.updates
         generator = torch.Generator().manual_seed(key_seed(self.backend.seed, f"replay{number}"))
-        batch = self._minibatch(generator).to(self.backend.device)
-        loss, parts = self.loss.transition_loss(self.stage, batch, generator)
-        self.backend.backward(loss, last=True)
-        total = loss.detach().double()
+        own, batch = self._minibatch(generator, now.progress)
+        found = self.loss.transition_loss(self.stage, batch.to(self.backend.device), generator)
+        self.backend.backward(found.loss, last=True)
+        total = found.loss.detach().double()
         stats = self.backend.step(self.max_grad_norm, total)
         self._check_finite(stats, total)
         progress("update on replayed transitions", count)
         if stats.skipped:
             return update_metrics(stats)
         self.loss.after_update(self.stage)
-        return update_metrics(stats) | loss_metric(total) | self.loss.metrics(parts)
+        if found.errors is not None and own is not None:
+            self.replay.report(own.places, found.errors[: len(own.places)])
+        return update_metrics(stats) | loss_metric(total) | self.loss.metrics(found.parts)
 
-    def _minibatch(self, generator: torch.Generator) -> Transitions:
-        if self.demonstrations is None:
-            return self.replay.sample(self.minibatch_size, generator)
-        own = self.minibatch_size - self.num_offline
-        if own == 0:
-            return self.demonstrations.sample(self.minibatch_size, generator)
-        first = self.replay.sample(own, generator)
-        return Transitions.joined(first, self.demonstrations.sample(self.num_offline, generator))
+    def _minibatch(self, generator: torch.Generator, progress: float = 0.0) -> tuple[Draw | None, Transitions]:
+        """What was drawn from the store, and with the demonstrations after it, the minibatch."""
+        shown = self.num_offline
+        own = (
+            self.replay.draw(self.minibatch_size - shown, generator, progress) if shown < self.minibatch_size else None
+        )
+        if self.demonstrations is None or shown == 0:
+            assert own is not None
+            return own, own.transitions
+        offline = self.demonstrations.sample(shown, generator).transitions
+        return own, offline if own is None else Transitions.joined(own.transitions, offline)
+
+
+def check_store(loss: TransitionLoss, store: ReplayConfig) -> None:
+    """Refuses priorities that the loss does not measure (2020), and a folder that does not exist (2004)."""
+    if store.priority is not None and not loss.has_errors:
+        raise IncompatibleError(
+            f"stack.store.priority: {type(loss).__name__} measures no error of a transition, so none can be drawn more "
+            "often than others. Leave it out"
+        )
+    if store.folder is not None and not Path(store.folder).expanduser().is_dir():
+        raise InvalidValueError(f"stack.store.folder={store.folder} is no folder. Make it, or name one on a local disk")
 
 
 def num_updates(before: int, after: int, per_decision: float) -> int:

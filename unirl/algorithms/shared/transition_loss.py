@@ -23,10 +23,24 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 
+@dataclass(frozen=True)
+class BatchLoss:
+    """The loss of a minibatch."""
+
+    loss: Tensor
+    """[] the loss, to be differentiated."""
+    parts: Mapping[str, Tensor]
+    """[] detached parts of it, by name."""
+    errors: Tensor | None = None
+    """[N] size of the error of each transition, by which a prioritised store draws. None: the loss has none."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TransitionLoss(StageAlgorithm[ActionStage, ActionSegment]):
     """A loss of minibatches that are drawn from stored transitions, not of the rows of a step."""
 
+    has_errors: ClassVar[bool] = False
+    """The loss measures the error of each transition, so that the store may be prioritised."""
     sampled_by: ClassVar[type] = ActionSamplingParams
     trains_on_rows: ClassVar[bool] = False
 
@@ -39,10 +53,8 @@ class TransitionLoss(StageAlgorithm[ActionStage, ActionSegment]):
         """What is learned from demonstrations, whose actions are those of the environment, [sum L, *action]."""
 
     @abstractmethod
-    def transition_loss(
-        self, stage: ActionStage, batch: Transitions, generator: torch.Generator
-    ) -> tuple[Float[Tensor, ""], Mapping[str, Float[Tensor, ""]]]:
-        """The loss [], and its parts by name.
+    def transition_loss(self, stage: ActionStage, batch: Transitions, generator: torch.Generator) -> BatchLoss:
+        """The loss of a minibatch, in which `batch.weights` multiply the errors.
 
         Args:
             generator: on the CPU; all random numbers of the loss come from it.

@@ -19,7 +19,7 @@ from unirl.types.segments import ActionSegment
 from unirl.types.transitions import Transitions, counted_decisions, last_decisions
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int64
+    from jaxtyping import Float, Int, Shaped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class BehaviourCloning(TransitionLoss):
         return {"train/imitation_loss": Metric.mean(parts["imitation"])}
 
 
-def labelled(segment: ActionSegment, where: Int64[Tensor, "N"], actions: Tensor) -> Transitions:
+def labelled(segment: ActionSegment, where: Int[Tensor, "N"], actions: Shaped[Tensor, "N C *action"]) -> Transitions:
     """The observations at `where` with the actions [N, C, ...] to imitate. Nothing follows them."""
     nothing = torch.zeros(len(where))
     return Transitions(

@@ -50,7 +50,12 @@ def no_bundle_is_built(monkeypatch):
             "2 continuous actions, .* CategoricalBundle",
         ),
         (PPO, [f"pipeline.env.id={LQR}", "bundle.observations=3"], 2020, "2 discrete actions, .* 1 continuous actions"),
-        (PPO, ["stack._target_=unirl.train.replay_stack.ReplayStack"], 2020, "kind SAC, and algorithm is ActionPPO"),
+        (
+            PPO,
+            ["stack._target_=unirl.train.replay_stack.ReplayStack"],
+            2020,
+            "kind TransitionLoss, and algorithm is",
+        ),
         (PPO, ["stack.num_updates_per_batch=2"], 2020, "set stack.epochs and stack.minibatch_size"),
         (SAC, [f"stack={{_target_: {STACK}}}"], 2020, "SAC trains on transitions .*replay_stack.ReplayStack"),
         (SAC, ["bundle.squashed=false"], 2020, "has a GaussianPolicy. .* squashed: true"),

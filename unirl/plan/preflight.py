@@ -457,7 +457,10 @@ def check_model(config: RecipeConfig, variable: str | None) -> ModelFacts | None
         engine = config.rollout.schema.owner
         if isinstance(engine, RestrictedEngine):
             engine.check_recipe(facts, sampling, config.rollout.values)
-        build(config.algorithm).check_facts(facts)
+        loss = build(config.algorithm)
+        loss.check_facts(facts)
+        if issubclass(stack := config.stack.schema.owner, TrainStack):
+            stack.check_data(loss, facts, sampling, config.stack.values)
     return facts
 
 

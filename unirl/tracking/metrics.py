@@ -92,6 +92,8 @@ METRICS: Mapping[str, str] = {
     "train/return_std": "standard deviation of the returns",
     "train/explained_variance": "share of the variance of the returns that the value head explains; at most 1",
     "train/value_clip_fraction": "share of values that left the clip range around the old values",
+    "train/imitation_loss": "behaviour cloning: negative log-likelihood of demonstrated actions, nats; for a "
+    "flow policy the flow-matching loss",
     "train/q_loss": "SAC: squared error of the critics, summed over them, halved",
     "train/actor_loss": "SAC: temperature x log-prob - Q of the policy's own actions",
     "train/alpha": "SAC: temperature, the weight of the entropy",

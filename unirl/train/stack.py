@@ -21,10 +21,12 @@ from unirl.train.memory import DeviceMemory, MicroBatchMemory, memory_of, peak_b
 from unirl.train.parity import parity_of
 from unirl.types.batch import map_value
 from unirl.types.device import CPU
+from unirl.types.facts import ModelFacts
 from unirl.types.progress import progress
 from unirl.types.protocols import REFERENCE, TrainingProgress
 from unirl.types.results import Metric, Metrics, TrainStepResult, merge
 from unirl.types.rollout_resp import RolloutTrack
+from unirl.types.sampling import Sampling
 
 Update = list[RolloutTrack]
 """The micro-batches of one update, in order."""
@@ -122,6 +124,22 @@ class TrainStack:
                 f"{loss.__name__}. Set stack._target_=unirl.train.stack.TrainStack, or take a loss of "
                 f"{cls.trains.__module__}"
             )
+
+    @classmethod
+    def check_data(
+        cls, loss: StageAlgorithm[Any], facts: ModelFacts, sampling: Sampling, settings: Mapping[str, object]
+    ) -> None:
+        """Refuses data of the stack's own that do not fit the loss or the model. By default, a stack has none.
+
+        Args:
+            settings: the block `stack`, with its defaults.
+
+        Raises:
+            ConfigError: a setting does not fit the loss or the model.
+            DataError: the data are missing, or do not fit the model.
+            DependencyError: 3001, the library that reads them is missing.
+        """
+        return None
 
     def _check_settings(self) -> None:
         self.check_recipe(type(self.algorithm), vars(self), current().dp_size)

@@ -192,6 +192,29 @@ class PolicyNetwork(nn.Module):
         """What the environment gets of recorded actions, one after another."""
         return actions[:, None]
 
+    def recorded(self, executed: Shaped[Tensor, "N chunk *action"]) -> Shaped[Tensor, "N *recorded"]:
+        """The recorded form of actions that somebody else took: what `executed` turns into them.
+
+        Raises:
+            IncompatibleError: 2020, what is executed does not say what was drawn.
+        """
+        raise IncompatibleError(f"a {type(self).__name__} has no recorded form for actions that it did not draw")
+
+    def imitation(
+        self,
+        observations: Observations,
+        actions: Shaped[Tensor, "N chunk *action"],
+        eps: Shaped[Tensor, "N *noise"],
+        levels: Float[Tensor, "N"],
+    ) -> Float[Tensor, "N"]:
+        """The loss of imitating actions: -log pi(a | o), nats.
+
+        Args:
+            actions: those of the environment, in [-1, 1] or numbers of discrete ones.
+            eps, levels: standard normal [N, *noise_shape], and uniform in [0, 1); for policies without a density.
+        """
+        return -self(observations, actions=self.recorded(actions))["logp"]
+
 
 class EncodedPolicy(PolicyNetwork):
     """A policy whose parameters are a linear function of the features of its observations."""
@@ -207,6 +230,9 @@ class EncodedPolicy(PolicyNetwork):
 
     def parameters_of(self, observations: Observations) -> Tensor:
         return self.output_layer(self.encoder(observations))
+
+    def recorded(self, executed: Tensor) -> Tensor:
+        return executed[:, 0]
 
 
 class CategoricalPolicy(EncodedPolicy):
@@ -283,6 +309,8 @@ def normal_log_prob(x: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
 
 LOG_STD_BOUNDS = (-5.0, 2.0)
 """Bounds of the log of the std of a squashed Gaussian."""
+LARGEST_ACTION = 0.999
+"""The largest size of a demonstrated action of a squashed Gaussian: tanh(3.8)."""
 
 
 class SquashedGaussianPolicy(EncodedPolicy):
@@ -327,6 +355,10 @@ class SquashedGaussianPolicy(EncodedPolicy):
 
     def executed(self, actions: Tensor) -> Tensor:
         return actions.tanh()[:, None]
+
+    def recorded(self, executed: Tensor) -> Tensor:
+        """[N, A] u with tanh(u) = a. Numbers beyond LARGEST_ACTION are moved to it, since u has to be finite."""
+        return executed[:, 0].clamp(-LARGEST_ACTION, LARGEST_ACTION).atanh()
 
 
 class ObservationValueHead(nn.Module):

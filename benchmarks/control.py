@@ -4,8 +4,9 @@
     python benchmarks/control.py --json benchmarks/control.json --tasks reacher_sac --systems unirl
 
 Both systems have one thread, networks of the same sizes, the same discount, rates and batch sizes, and are judged by
-the most likely actions on 16 starts. A run is a process of its own; its seconds are those of training, without imports
-and evaluations. The file keeps the runs that it has; the script adds those that are missing. Needs stable-baselines3.
+the most likely actions on the same 16 starts, those of our evaluations. A run is a process of its own; its seconds are
+those of training, without imports and evaluations. The file keeps the runs that it has; the script adds those that are
+missing. Needs stable-baselines3.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.harness import machine  # noqa: E402
+from unirl.config.recipe import EvaluationConfig  # noqa: E402
+from unirl.data.environment_starts import EnvironmentStarts  # noqa: E402
+from unirl.models.policies.pipeline import start_seed  # noqa: E402
+from unirl.sde.noise import NoiseSource  # noqa: E402
 
 STARTS = 16
 
@@ -67,18 +72,24 @@ TASKS = {
         network={"net_arch": [256, 256]},
     ),
     "reacher_sac": Task(
-        "Reacher-v5", "embodied/reacher_sac", 50, 400, 8, "SAC",
+        "Reacher-v5", "embodied/reacher_sac", 50, 200, 8, "SAC",
         {"learning_rate": 3e-4, "learning_starts": 1000, **EPISODES},
         network={"net_arch": [256, 256]},
     ),
     "halfcheetah_sac": Task(
-        "HalfCheetah-v5", "embodied/halfcheetah_sac", 1000, 20, 4, "SAC",
+        "HalfCheetah-v5", "embodied/halfcheetah_sac", 1000, 10, 5, "SAC",
         {"learning_rate": 3e-4, "learning_starts": 1000, **EPISODES},
         network={"net_arch": [256, 256]},
     ),
 }  # fmt: skip
 Curve = list[tuple[int, float]]
 """Environment steps, and the mean return there."""
+
+
+def start_seeds() -> list[int]:
+    """The seeds of the starts of our evaluations."""
+    noise = NoiseSource(EvaluationConfig().seed, "eval", 0)
+    return [start_seed(noise, prompt.group_id) for prompt in EnvironmentStarts().eval_prompts(STARTS)]
 
 
 def ours(task: Task, seed: int) -> tuple[Curve, float]:
@@ -120,8 +131,8 @@ def theirs(task: Task, seed: int) -> tuple[Curve, float]:
 
     def mean_return() -> float:
         total = 0.0
-        for start in range(STARTS):
-            observation, _ = judge.reset(seed=10_000 + start)
+        for start in start_seeds():
+            observation, _ = judge.reset(seed=start)
             over = False
             while not over:
                 action, _ = model.predict(observation, deterministic=True)

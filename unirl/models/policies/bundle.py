@@ -17,6 +17,7 @@ from unirl.models.base import Bundle
 from unirl.models.chunks import batch_multiple
 from unirl.models.policies.flow import FlowPolicy
 from unirl.models.policies.networks import (
+    LOG_STD_BOUNDS,
     Activation,
     CategoricalPolicy,
     GaussianPolicy,
@@ -239,7 +240,7 @@ class GaussianBundle(PolicyBundle):
             observations: length of the observation `state`, or shapes by key.
             actions: A, the dimensions of an action.
             squashed: tanh of a Gaussian whose std depends on the observation, as for SAC.
-            log_std: initial log of the std, of a policy that is not squashed.
+            log_std: initial log of the std.
             width: units of a layer.
             depth: layers before the output.
             activation: after each layer.
@@ -248,7 +249,12 @@ class GaussianBundle(PolicyBundle):
         shapes, space, start = shapes_of(observations), ContinuousActions(actions), key_seed(seed, POLICY)
         network: PolicyNetwork
         if squashed:
-            network = SquashedGaussianPolicy(shapes, space, width, depth, activation, start)
+            low, high = LOG_STD_BOUNDS
+            if not low < log_std < high:
+                raise InvalidValueError(
+                    f"bundle.log_std must lie in ({low:g}, {high:g}), the bounds of a squashed policy, got {log_std:g}"
+                )
+            network = SquashedGaussianPolicy(shapes, space, width, depth, activation, start, log_std)
         else:
             network = GaussianPolicy(shapes, space, width, depth, activation, start, log_std)
         settings = {"actions": actions, "squashed": squashed, "log_std": log_std, "width": width}

@@ -46,11 +46,14 @@ class Task:
     rollouts: int
     evaluations: int
     algorithm: str
+    """The algorithm of Stable-Baselines3; empty if it has none."""
     theirs: Mapping[str, Any]
-    """Arguments of Stable-Baselines3's algorithm."""
+    """Its arguments."""
     overrides: tuple[str, ...] = ()
     environments: int = 1
     network: Mapping[str, Any] = field(default_factory=dict)
+    normalized: bool = False
+    """Stable-Baselines3 normalizes observations and rewards, as our recipe does."""
 
     @property
     def every(self) -> int:
@@ -76,11 +79,18 @@ TASKS = {
         {"learning_rate": 3e-4, "learning_starts": 1000, **EPISODES},
         network={"net_arch": [256, 256]},
     ),
+    "halfcheetah_ppo": Task(
+        "HalfCheetah-v5", "embodied/halfcheetah_ppo", 2000, 50, 5, "PPO",
+        {"learning_rate": 3e-4, "n_steps": 1000, "batch_size": 64, "n_epochs": 10, "ent_coef": 0.0},
+        environments=2, normalized=True,
+        network={"net_arch": {"pi": [64, 64], "vf": [64, 64]}, "log_std_init": -0.5},
+    ),
     "halfcheetah_sac": Task(
         "HalfCheetah-v5", "embodied/halfcheetah_sac", 1000, 10, 5, "SAC",
         {"learning_rate": 3e-4, "learning_starts": 1000, **EPISODES},
         network={"net_arch": [256, 256]},
     ),
+    "halfcheetah_crossq": Task("HalfCheetah-v5", "embodied/halfcheetah_crossq", 1000, 10, 5, "", {}),
 }  # fmt: skip
 Curve = list[tuple[int, float]]
 """Environment steps, and the mean return there."""
@@ -121,9 +131,12 @@ def theirs(task: Task, seed: int) -> tuple[Curve, float]:
     import stable_baselines3 as sb3
     import torch
     from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 
     torch.set_num_threads(1)
-    environments = make_vec_env(task.id, n_envs=task.environments, seed=seed)
+    environments: VecEnv = make_vec_env(task.id, n_envs=task.environments, seed=seed)
+    if task.normalized:
+        environments = VecNormalize(environments)
     model = getattr(sb3, task.algorithm)(
         "MlpPolicy", environments, seed=seed, device="cpu", policy_kwargs=dict(task.network), **task.theirs
     )
@@ -135,6 +148,8 @@ def theirs(task: Task, seed: int) -> tuple[Curve, float]:
             observation, _ = judge.reset(seed=start)
             over = False
             while not over:
+                if isinstance(environments, VecNormalize):
+                    observation = environments.normalize_obs(observation)
                 action, _ = model.predict(observation, deterministic=True)
                 observation, reward, terminated, truncated, _ = judge.step(action)
                 total += float(reward)
@@ -200,7 +215,7 @@ def main() -> None:
     for name in options.tasks:
         for seed in options.seeds:
             for system in options.systems:
-                if (name, system, seed) in done:
+                if (name, system, seed) in done or (system == "sb3" and not TASKS[name].algorithm):
                     continue
                 known.append(run_of(name, system, seed))
                 print(json.dumps(known[-1]), flush=True)

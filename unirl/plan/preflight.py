@@ -458,6 +458,8 @@ def check_model(config: RecipeConfig, variable: str | None) -> ModelFacts | None
         if isinstance(engine, RestrictedEngine):
             engine.check_recipe(facts, sampling, config.rollout.values)
         build(config.algorithm).check_facts(facts)
+        if issubclass(stack := config.stack.schema.owner, TrainStack):
+            stack.check_facts(facts)
     return facts
 
 

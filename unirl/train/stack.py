@@ -21,6 +21,7 @@ from unirl.train.memory import DeviceMemory, MicroBatchMemory, memory_of, peak_b
 from unirl.train.parity import parity_of
 from unirl.types.batch import map_value
 from unirl.types.device import CPU
+from unirl.types.facts import ActionFacts, ModelFacts
 from unirl.types.progress import progress
 from unirl.types.protocols import REFERENCE, TrainingProgress
 from unirl.types.results import Metric, Metrics, TrainStepResult, merge
@@ -62,6 +63,8 @@ class TrainStack:
     toy: ClassVar[Mapping[str, object]] = {"micro_batch_size": 2}
     trains: ClassVar[type] = StageAlgorithm
     """The losses that this kind of stack can train."""
+    normalizes: ClassVar[bool] = False
+    """Updates the running statistics of observations."""
     trains_rows: ClassVar[bool] = True
     """The loss gets the rows of a step. False: transitions of a replay store."""
 
@@ -121,6 +124,15 @@ class TrainStack:
                 f"stack: {cls.__name__} trains losses of the kind {cls.trains.__name__}, and algorithm is "
                 f"{loss.__name__}. Set stack._target_=unirl.train.stack.TrainStack, or take a loss of "
                 f"{cls.trains.__module__}"
+            )
+
+    @classmethod
+    def check_facts(cls, facts: ModelFacts) -> None:
+        """Raises IncompatibleError (2020) if this kind of stack cannot train a model with these facts."""
+        if isinstance(facts, ActionFacts) and facts.is_normalized and not cls.normalizes:
+            raise IncompatibleError(
+                f"bundle.normalize=true: {cls.__name__} does not follow the statistics of observations. Leave out "
+                "bundle.normalize, or set stack._target_=unirl.train.transition_stack.TransitionStack"
             )
 
     def _check_settings(self) -> None:

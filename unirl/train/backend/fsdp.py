@@ -259,6 +259,13 @@ class FSDPBackend(TrainBackend):
             value_grad_norm=norms[1] if self.value_head is not None else None,
         )
 
+    @torch.no_grad()
+    def assign(self, values: Mapping[str, Tensor]) -> None:
+        for layout in self.layouts:
+            layout.reshard()
+            for name in layout.trainable.keys() & values.keys():
+                layout.shards[name].copy_(values[name][layout.rows(layout.trainable[name])])
+
     def finish_step(self) -> None:
         # The name and the number of updates identify a snapshot, so it may change only if an update was done.
         if self.updates > self.finished_updates:

@@ -21,7 +21,7 @@ from unirl.train.memory import DeviceMemory, MicroBatchMemory, memory_of, peak_b
 from unirl.train.parity import parity_of
 from unirl.types.batch import map_value
 from unirl.types.device import CPU
-from unirl.types.facts import ActionFacts, ModelFacts
+from unirl.types.facts import ModelFacts
 from unirl.types.progress import progress
 from unirl.types.protocols import REFERENCE, TrainingProgress
 from unirl.types.results import Metric, Metrics, TrainStepResult, merge
@@ -129,7 +129,7 @@ class TrainStack:
     @classmethod
     def check_facts(cls, facts: ModelFacts) -> None:
         """Raises IncompatibleError (2020) if this kind of stack cannot train a model with these facts."""
-        if isinstance(facts, ActionFacts) and facts.is_normalized and not cls.normalizes:
+        if facts.normalized and not cls.normalizes:
             raise IncompatibleError(
                 f"bundle.normalize=true: {cls.__name__} does not follow the statistics of observations. Leave out "
                 "bundle.normalize, or set stack._target_=unirl.train.transition_stack.TransitionStack"

@@ -20,7 +20,7 @@ from unirl.train.normalization import RunningStatistics
 from unirl.train.stack import TrainStack, merge_ranks
 from unirl.types.batch import take_rows
 from unirl.types.device import to_device
-from unirl.types.facts import ActionFacts, ModelFacts
+from unirl.types.facts import ModelFacts
 from unirl.types.protocols import TrainingProgress
 from unirl.types.results import Metrics, TrainStepResult, merge
 from unirl.types.rollout_resp import RolloutTrack
@@ -68,12 +68,9 @@ class TransitionStack(TrainStack):
     def _statistics(self) -> RunningStatistics | None:
         """Running statistics of what the policy normalizes and of rewards; None if nothing is followed."""
         facts: ModelFacts = self.stage.facts
-        is_normalized = isinstance(facts, ActionFacts) and facts.is_normalized
-        if not (is_normalized or self.normalize_rewards):
+        if not (facts.normalized or self.normalize_rewards):
             return None
-        shapes = facts.observations if isinstance(facts, ActionFacts) and is_normalized else {}
-        vectors = {key: tuple(shape) for key, shape in shapes.items() if len(shape) != 3}
-        return RunningStatistics(vectors, self.normalize_rewards)
+        return RunningStatistics(facts.normalized, self.normalize_rewards)
 
     @scatter(merge_ranks, unread=("decoded",))
     def train_track(self, track: RolloutTrack, now: TrainingProgress = START) -> TrainStepResult:

@@ -42,7 +42,7 @@ from unirl.train.configs import (
     TrainTopology,
     ValueConfig,
 )
-from unirl.types.device import CPU, move_module
+from unirl.types.device import CPU, move_module, to_device
 from unirl.types.facts import LoraSpec
 
 VALUE_HEAD = "value_head"
@@ -264,7 +264,8 @@ class FSDPBackend(TrainBackend):
         for layout in self.layouts:
             layout.reshard()
             for name in layout.trainable.keys() & values.keys():
-                layout.shards[name].copy_(values[name][layout.rows(layout.trainable[name])])
+                rows = values[name][layout.rows(layout.trainable[name])]
+                layout.shards[name].copy_(to_device(rows, self.device))
 
     def finish_step(self) -> None:
         # The name and the number of updates identify a snapshot, so it may change only if an update was done.

@@ -101,7 +101,7 @@ def gradients_by_hand(settings: dict[str, Any], stage: ActionStage, batch: Trans
     actor_loss = (alpha.detach() * logp - worth).mean()
     found["policy"] = list(torch.autograd.grad(actor_loss, list(stage.network.parameters()), retain_graph=True))
     if loss.learn_alpha:
-        alpha_loss = -(alpha * (logp.detach() - 2.0)).mean()  # H = -2, the dimensions of an action
+        alpha_loss = -(critics.log_alpha * (logp.detach() - 2.0)).mean()  # H = -2, the dimensions of an action
         found["alpha"] = list(torch.autograd.grad(alpha_loss, [critics.log_alpha]))
     return found
 

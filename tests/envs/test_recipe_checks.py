@@ -74,6 +74,7 @@ def no_bundle_is_built(monkeypatch):
             2020,
             "the entropy of a SquashedGaussianPolicy has no closed form",
         ),
+        (SAC, ["bundle.normalize=true"], 2020, "ReplayStack does not follow the statistics of observations"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(recipe, overrides, code, says):

@@ -35,7 +35,9 @@ class SAC(TransitionLoss):
     y    R + gamma^n (1 - terminated) (Q_target(o', a') - alpha log pi(a'|o')),   a' ~ pi(o')
     L_Q  = sum over critics of (Q_i(o, a) - y)^2 / 2
     L_pi = alpha log pi(a~|o) - Q(o, a~),   a~ ~ pi(o), reparameterised
-    L_alpha = -alpha (log pi(a~|o) + H),   H = `target_entropy`
+    L_alpha = -log alpha (log pi(a~|o) + H),   H = `target_entropy`
+
+    L_alpha is that of the authors' code, whose gradient with respect to log alpha does not shrink with alpha.
 
     The three losses have one backward pass, since each reaches only its own parameters: L_pi reads the critics with
     fixed weights. The sequential form updates the critics first, so the policy sees them one update later here.
@@ -155,7 +157,7 @@ class SAC(TransitionLoss):
         loss = critic_loss + actor_loss
         if self.learn_alpha:
             goal_entropy = -float(decision_size(stage)) if self.target_entropy is None else self.target_entropy
-            loss = loss + alpha * (entropy - goal_entropy)
+            loss = loss + critics.log_alpha * (entropy - goal_entropy)
         parts = {"critic": critic_loss, "actor": actor_loss, "alpha": alpha, "entropy": entropy, "q": values.mean()}
         detached = {name: value.detach() for name, value in parts.items()}
         return BatchLoss(loss, detached, gaps.detach().abs().mean(0))

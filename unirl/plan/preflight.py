@@ -460,6 +460,7 @@ def check_model(config: RecipeConfig, variable: str | None) -> ModelFacts | None
         loss = build(config.algorithm)
         loss.check_facts(facts)
         if issubclass(stack := config.stack.schema.owner, TrainStack):
+            stack.check_facts(facts)
             stack.check_data(loss, facts, sampling, config.stack.values)
     return facts
 

@@ -64,6 +64,8 @@ class TrainStack:
     toy: ClassVar[Mapping[str, object]] = {"micro_batch_size": 2}
     trains: ClassVar[type] = StageAlgorithm
     """The losses that this kind of stack can train."""
+    normalizes: ClassVar[bool] = False
+    """Updates the running statistics of observations."""
     trains_rows: ClassVar[bool] = True
     """The loss gets the rows of a step. False: transitions of a replay store."""
 
@@ -140,6 +142,15 @@ class TrainStack:
             DependencyError: 3001, the library that reads them is missing.
         """
         return None
+
+    @classmethod
+    def check_facts(cls, facts: ModelFacts) -> None:
+        """Raises IncompatibleError (2020) if this kind of stack cannot train a model with these facts."""
+        if facts.normalized and not cls.normalizes:
+            raise IncompatibleError(
+                f"bundle.normalize=true: {cls.__name__} does not follow the statistics of observations. Leave out "
+                "bundle.normalize, or set stack._target_=unirl.train.transition_stack.TransitionStack"
+            )
 
     def _check_settings(self) -> None:
         self.check_recipe(type(self.algorithm), vars(self), current().dp_size)

@@ -316,7 +316,7 @@ class EpisodeLoop:
             number = self.episodes[row]
             self.episodes[row] += 1
             id = self.req.group_ids[row] if number == 0 else self.req.sample_ids[row]
-            seed = key_seed(self.params.seed, self.noise.key(id, f"start{number}"))
+            seed = start_seed(self.noise, id, number)
             options = self.req.metadata[row].get(START_OPTIONS, {})
             starts.append(EpisodeStart(seed=seed, task=self.req.prompts()[row], options=options))
         return self.env.reset(rows, starts)
@@ -420,6 +420,16 @@ class EpisodeLoop:
     def segment(self) -> ActionSegment:
         """The decisions of all rows."""
         return self.record.segment(self.count, self.finished)
+
+
+def start_seed(noise: NoiseSource, id: str, number: int = 0) -> int:
+    """The seed of the start of an episode.
+
+    Args:
+        id: of the group, for the first episode of a row; of the row, for later ones.
+        number: of the episode in its row.
+    """
+    return key_seed(noise.seed, noise.key(id, f"start{number}"))
 
 
 def joined(step: EnvironmentStep, later: EnvironmentStep, going: Tensor) -> EnvironmentStep:

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Generic, Protocol, Self, TypeVar
 
+import msgspec
+
 from unirl.tracking.mirrors import Mirrors
 from unirl.tracking.tables import finite, replace_text
 from unirl.types.rows import rows_by_key
@@ -43,6 +45,21 @@ class SampleRow:
     file: str = ""
     """File name of the image or of the animated WebP, in the folder of the manifest."""
     text: str = ""
+
+
+def row_of(entry: object) -> SampleRow:
+    """The row of an entry of a manifest or of scores.json; `nan` and `inf` are stored as text. Unknown facts are left
+    out.
+
+    Raises ValueError for an entry that is no such row.
+    """
+    if not isinstance(entry, dict) or not isinstance(entry.get("rewards", {}), dict):
+        raise ValueError("it is no object with the facts of a sample")
+    try:
+        scores = {name: float(score) for name, score in entry.get("rewards", {}).items()}
+        return msgspec.convert({**entry, "reward": float(entry["reward"]), "rewards": scores}, SampleRow)
+    except (KeyError, TypeError, OverflowError, msgspec.ValidationError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)

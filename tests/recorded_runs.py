@@ -20,7 +20,7 @@ MEDIA = {
     "image": lambda n, level: ImagePreviews(pixels=torch.full((n, 3, 8, 8), round(255 * level), dtype=torch.uint8)),
     "text": lambda n, level: Texts(texts=[f"answer {i} at {level} <script>" for i in range(n)]),
     "video": lambda n, level: VideoPreviews(
-        frames=torch.full((4 * n, 3, 8, 8), round(255 * level), dtype=torch.uint8),
+        frames=(30 * torch.arange(4 * n) % 180 + round(50 * level)).byte()[:, None, None, None].expand(-1, 3, 8, 8),
         offsets=4 * torch.arange(n + 1),
         num_frames=torch.full((n,), 4),
         fps=8.0,

@@ -122,7 +122,7 @@ def _setting_lines(differences: Sequence[SettingDifference]) -> Iterator[str]:
     keys = [printable(each.key) for each in shown]
     longest = min(max(map(len, keys), default=0), LONGEST_KEY)
     for key, each in zip(keys, shown, strict=True):
-        values = [f"{letter} {_short(value)}" for letter, value in zip(ascii_uppercase, each.values, strict=False)]
+        values = [f"{letter} {_short(value)}" for letter, value in zip(ascii_uppercase, each.shown, strict=False)]
         line = f"  {key:<{longest}}  {'   '.join(values)}"
         yield from [line] if len(line) <= width else [f"  {key}", *(f"    {value}" for value in values)]
     if hidden:
@@ -197,10 +197,8 @@ def _gib(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f} GiB"
 
 
-def _short(value: object) -> str:
-    """A setting as in YAML, on one line."""
-    words = {None: "null", True: "true", False: "false"}
-    text = words[value] if value is None or isinstance(value, bool) else printable(str(value))
+def _short(value: str) -> str:
+    text = printable(value)
     return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 4]} ..."
 
 

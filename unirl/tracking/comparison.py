@@ -21,6 +21,8 @@ class SettingDifference:
     key: str
     values: tuple[object, ...]
     """One per run; UNSET if the run has no such setting."""
+    shown: tuple[str, ...]
+    """The values as in YAML."""
     sources: tuple[str, ...]
     """Who set the value in each run, as in `Setting.source`; empty if the run has no such setting."""
 
@@ -84,7 +86,8 @@ def setting_differences(runs: Sequence[RunRecord]) -> list[SettingDifference]:
         values = tuple(table[key].value if key in table else UNSET for table in tables)
         if not key.startswith(PLACES) and any(not _same(value, values[0]) for value in values):
             sources = tuple(table[key].source if key in table else "" for table in tables)
-            found.append(SettingDifference(key, values, sources))
+            shown = tuple(table[key].shown if key in table else UNSET for table in tables)
+            found.append(SettingDifference(key, values, shown, sources))
     return found
 
 

@@ -17,7 +17,7 @@ from PIL import Image, ImageOps
 
 from unirl.media.files import ImageLimits, UnreadableMedia, read_regular
 from unirl.media.images import PLAIN_PIXELS, decode_upright, is_plain, open_header
-from unirl.tracking.curve import Series, beside, reward_curve
+from unirl.tracking.curve import Series, beside, reward_curve, training_curve
 from unirl.tracking.lettering import wrap
 from unirl.tracking.media import read_samples
 from unirl.tracking.run_directory import remark_of
@@ -63,22 +63,6 @@ def draw_overview(root: Path) -> Path | None:
     page.save(temporary, format="PNG")
     temporary.replace(path)
     return path
-
-
-def training_curve(rows: Sequence[Row]) -> Series | None:
-    """The mean reward of the samples of each step, with a band of their standard deviation."""
-    points = [row for row in rows if "rollout/reward_mean" in row]
-    means = [float(row["rollout/reward_mean"]) for row in points]
-    spreads = [float(row.get("rollout/reward_std", 0.0)) for row in points]
-    if not any(map(math.isfinite, means)):
-        return None
-    rewards = [
-        float(row[name]) for row in points for name in ("rollout/reward_min", "rollout/reward_max") if name in row
-    ]
-    finite = [value for value in rewards if math.isfinite(value)]
-    possible = (min(finite), max(finite)) if finite else (-math.inf, math.inf)
-    label = "training: mean +- std, within the range of samples"
-    return Series(label, [row["step"] for row in points], means, spreads, possible)
 
 
 def held_out_curve(scores: Sequence[Row]) -> Series | None:

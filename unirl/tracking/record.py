@@ -98,6 +98,13 @@ class Setting:
     place: str = ""
     """File and line, if the run recorded them."""
 
+    @property
+    def shown(self) -> str:
+        """The value as in YAML, on one line."""
+        if self.value is None or isinstance(self.value, bool):
+            return {None: "null", True: "true", False: "false"}[self.value]
+        return str(self.value)
+
 
 @dataclass(frozen=True)
 class Metrics:

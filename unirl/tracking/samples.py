@@ -226,12 +226,7 @@ class SampleTable(Generic[MediaT]):
 
     def groups(self) -> list[SampleGroup]:
         """Samples by group, in the order of their first row."""
-        groups = []
-        for rows in rows_by_key(row.group_id for row in self.rows).values():
-            first = self.rows[rows[0]]
-            rewards = tuple(self.rows[row].reward for row in rows)
-            groups.append(SampleGroup(first.group_id, first.prompt, first.images, tuple(rows), rewards))
-        return groups
+        return groups_of(self.rows)
 
     def saved(self, folder: Path) -> SampleTable[MediaT]:
         """Writes the media under names like `p03-s05` (prompt 3, sample 5); returns the table with the file names.
@@ -242,6 +237,16 @@ class SampleTable(Generic[MediaT]):
         names = {row: f"p{p:02d}-s{s:02d}" for p, group in groups for s, row in enumerate(group.rows)}
         rows = [replace(row, medium=self.media.kind) for row in self.rows]
         return replace(self, rows=tuple(self.media.write(rows, [names[i] for i in range(len(rows))], folder)))
+
+
+def groups_of(samples: Sequence[SampleRow]) -> list[SampleGroup]:
+    """Samples by group, in the order of their first row."""
+    groups = []
+    for rows in rows_by_key(row.group_id for row in samples).values():
+        first = samples[rows[0]]
+        rewards = tuple(samples[row].reward for row in rows)
+        groups.append(SampleGroup(first.group_id, first.prompt, first.images, tuple(rows), rewards))
+    return groups
 
 
 def pairs_of(before: SampleTable[Media], after: SampleTable[Media]) -> list[tuple[SampleGroup, SampleGroup]]:

@@ -46,10 +46,8 @@ def run(argv: list[str], session: Session) -> int:
     options = parser.parse(argv)
     if not 2 <= len(options.runs) <= len(ascii_uppercase):
         raise ArgumentError(
-            f"unirl compare: {len(options.runs)} run is named; name 2 to {len(ascii_uppercase)}. "
+            f"unirl compare needs 2 to {len(ascii_uppercase)} runs, got {len(options.runs)}. "
             "One run alone: unirl report RUN"
-            if len(options.runs) == 1
-            else f"unirl compare: {len(options.runs)} runs are named; name 2 to {len(ascii_uppercase)}"
         )
     runs = [record_of(path) for path in options.runs]
     if options.json:

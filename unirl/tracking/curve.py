@@ -81,6 +81,16 @@ def training_curve(rows: Sequence[Mapping[str, Any]]) -> Series | None:
     return Series(label, [row["step"] for row in points], means, spreads, possible)
 
 
+def held_out_curve(evaluations: Sequence[Mapping[str, float]]) -> Series | None:
+    """The mean reward of each evaluation, with a band of its standard error. None if there were not two."""
+    points = [row for row in evaluations if "eval/reward_mean" in row]
+    means = [row["eval/reward_mean"] for row in points]
+    errors = [row.get("eval/reward_stderr", 0.0) for row in points]
+    if len(points) < 2 or not any(map(math.isfinite, means)):
+        return None
+    return Series("held out: mean +- standard error", [row["step"] for row in points], means, errors)
+
+
 @dataclass(frozen=True)
 class Axes:
     """Maps a rectangle of steps and values to a rectangle of pixels."""

@@ -20,7 +20,7 @@ import unirl
 from unirl.tracking.charts import Chart, chart
 from unirl.tracking.comparison import BETWEEN_STEPS, Cost, PairedOutcome, cost_of, progress_of
 from unirl.tracking.console import accuracies, duration
-from unirl.tracking.curve import Series, training_curve
+from unirl.tracking.curve import Series, held_out_curve, training_curve
 from unirl.tracking.metrics import meaning_of
 from unirl.tracking.paired import LEVEL
 from unirl.tracking.record import Ledger, RunRecord, Setting
@@ -185,19 +185,8 @@ def render(page: ReportPage, images: EmbeddedImages) -> str:
 
 def reward_chart(run: RunRecord) -> Chart | None:
     """The reward of training and of the held-out prompts over the steps. None if the run has neither."""
-    training = training_curve(run.metrics.rows)
-    series = [] if training is None else [training]
-    points = [row for row in run.evaluations if "eval/reward_mean" in row]
-    if points:
-        series.append(
-            Series(
-                "held out: mean +- standard error",
-                [row["step"] for row in points],
-                [row["eval/reward_mean"] for row in points],
-                [row.get("eval/reward_stderr", 0.0) for row in points],
-            )
-        )
-    return chart("Reward", "", series, 720, 300)
+    curves = (training_curve(run.metrics.rows), held_out_curve(run.evaluations))
+    return chart("Reward", "", [curve for curve in curves if curve is not None], 720, 300)
 
 
 def _component_charts(run: RunRecord) -> list[Chart]:

@@ -188,6 +188,18 @@ def test_a_run_without_a_second_evaluation_shows_its_samples(runs, tmp_path):
     assert len(page.images()) == 4 * 2 + 4
 
 
+def test_episodes_without_a_video_are_left_out(runs, tmp_path):
+    root = shutil.copytree(runs["video"], tmp_path / "run")
+    for path in root.glob("eval/*/scores.json"):
+        scores = json.loads(path.read_text())
+        for row in scores["samples"][:4]:
+            row["facts"]["frames"] = 0
+        path.write_text(json.dumps(scores))
+    page = report(root, tmp_path)
+    assert "All 2 prompts with stored samples" in page.text
+    assert len(page.images()) == 2 * 2 * 2 + 4
+
+
 def test_a_row_cannot_name_a_file_outside_of_the_run(runs, tmp_path):
     root = shutil.copytree(runs["image"], tmp_path / "run")
     Image.new("RGB", (8, 8), "red").save(tmp_path / "private.png")

@@ -39,12 +39,14 @@ class ShownSample:
 
     prompt: str
     reward: float
-    medium: str
     text: str = ""
     """A text, or the rewrite from which an image was drawn."""
     file: str = ""
-    """Path of the image within the run; empty for a text."""
+    """Path of the image within the run; empty for a text, and where none is stored."""
     facts: str = ""
+    is_text: bool = False
+    is_wide: bool = False
+    """True for videos, which are shown larger."""
 
 
 @dataclass(frozen=True)
@@ -146,8 +148,8 @@ def before_and_after(before: StoredSamples, after: StoredSamples) -> tuple[list[
 
 
 def is_drawn(row: SampleRow) -> bool:
-    """Returns True if a text, an image or a video of the sample is stored. A video of 0 frames stands for none."""
-    return row.medium == "text" or (row.file != "" and row.facts.get("frames") != 0)
+    """Returns False for a sample without a video, whose file has one blank frame. Texts are stored in the row."""
+    return row.facts.get("frames") != 0
 
 
 def one_side(samples: StoredSamples) -> list[ShownPrompt]:
@@ -192,11 +194,11 @@ def _prompt(sides: Sequence[StoredSamples], groups: Sequence[SampleGroup]) -> Sh
 
 def _shown(folder: str, row: SampleRow) -> ShownSample:
     facts = ", ".join(f"{name} {_fact(value)}" for name, value in row.facts.items() if name not in HIDDEN_FACTS)
-    if row.medium == "text":
-        return ShownSample(row.prompt, row.reward, row.medium, shortened(row.text), facts=facts)
+    if not row.file:
+        return ShownSample(row.prompt, row.reward, shortened(row.text), facts=facts, is_text=True)
     rewrite = row.facts.get(REWRITE, "")
     file = f"{folder}/{row.file}" if is_drawn(row) else ""
-    return ShownSample(row.prompt, row.reward, row.medium, shortened(str(rewrite)), file, facts)
+    return ShownSample(row.prompt, row.reward, shortened(str(rewrite)), file, facts, is_wide="frames" in row.facts)
 
 
 HIDDEN_FACTS = (REWRITE, "fps", "frames", "shown", "size")

@@ -192,6 +192,11 @@ def is_metric(name: str) -> bool:
     return any(re.fullmatch(pattern(row), name) for row in METRICS)
 
 
+def meaning_of(name: str) -> str:
+    """The meaning of a metric. Empty for a name that the table does not have."""
+    return next((meaning for row, meaning in METRICS.items() if re.fullmatch(pattern(row), name)), "")
+
+
 def pattern(row: str) -> str:
     """A regular expression for the names that one row of METRICS covers."""
     return re.sub(r"<\w+>", r"[\\w.+-]+", re.escape(row))

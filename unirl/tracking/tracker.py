@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType, TracebackType
+from typing import Any
 
 from unirl.tracking.console import Change, Console, accuracies, evaluation
 from unirl.tracking.media import read_samples, table_of_evaluation
@@ -15,9 +16,10 @@ from unirl.tracking.metrics import check_event, check_names
 from unirl.tracking.mirrors import Mirror, Mirrors, RunInfo
 from unirl.tracking.overview import draw_overview
 from unirl.tracking.owner import OwnershipLostError, now
+from unirl.tracking.record import RunRecord
 from unirl.tracking.run_directory import RunDirectory, read_record, remark_of
 from unirl.tracking.samples import Media, MirroredPage, SampleTable, pairs_of, write_manifest
-from unirl.tracking.tables import CsvTable, JsonLines, Row, finite, read_rows, replace_text
+from unirl.tracking.tables import CsvTable, JsonLines, finite, read_rows, replace_text
 from unirl.tracking.timing import PhaseTimers, peak_memory
 from unirl.types.evaluation import EvalResult
 from unirl.types.protocols import State
@@ -214,7 +216,7 @@ class Tracker:
         """
         self.flush()
         rows = list(read_rows(self.run.metrics))
-        scores = [json.loads(path.read_text())["metrics"] for path in sorted(self.run.root.glob("eval/*/scores.json"))]
+        scores = RunRecord(self.run.root).evaluations
         if len(scores) < 2:
             return _changes(rows)
         return _changes(scores) + [change for change in _changes(rows) if change.name.startswith("rollout/")]
@@ -335,7 +337,7 @@ def _same_prompts(before: SampleTable[Media], after: SampleTable[Media]) -> bool
     return False
 
 
-def _changes(rows: Sequence[Row]) -> list[Change]:
+def _changes(rows: Sequence[Mapping[str, Any]]) -> list[Change]:
     """First and last value of the mean rewards and shares of right answers that the first and last row have."""
     if not rows:
         return []

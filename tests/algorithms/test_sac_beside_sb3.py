@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.off_policy import squashed_pipeline, transitions
-from unirl.algorithms.sac import SAC
+from unirl.algorithms.base import START
+from unirl.algorithms.sac import SAC, critics_of
 from unirl.algorithms.shared.critic_ensemble import target_name
 from unirl.models.policies.networks import LOG_STD_BOUNDS, PolicyNetwork
 from unirl.sde.noise import key_seed
@@ -63,6 +64,11 @@ def our_stack(is_adam: bool) -> ReplayStack:
     return stack
 
 
+def sac_of(stack: ReplayStack) -> SAC:
+    assert isinstance(stack.loss, SAC)
+    return stack.loss
+
+
 def their_model(is_adam: bool) -> Any:
     model = sb3.SAC(
         "MlpPolicy", Plane(), learning_rate=RATE, gamma=GAMMA, tau=TAU, ent_coef=f"auto_{ALPHA}", device="cpu",
@@ -89,9 +95,9 @@ def our_policy(network: PolicyNetwork) -> Layers:
 
 def our_critics(stack: ReplayStack, target: bool) -> Layers:
     """The layers of one critic after the other."""
-    critics, found = stack.critics, []
+    critics, found = critics_of(stack.stage), []
     layers = [*(f"layers.{i}" for i in range(len(critics.layers))), "output_layer"]
-    for member in range(stack.loss.members):
+    for member in range(sac_of(stack).members):
         for layer in layers:
             names = [f"{layer}.weight", f"{layer}.bias"]
             weight, bias = (
@@ -122,7 +128,7 @@ def assert_equal(layers: list[nn.Linear], source: Layers) -> None:
 def update_theirs(model: Any, stack: ReplayStack, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """One update on the minibatch and with the noise of our next update; what it logs."""
     generator = torch.Generator().manual_seed(key_seed(stack.backend.seed, f"replay{stack.backend.updates}"))
-    batch = stack.replay.sample(COUNT, generator)
+    batch = stack.replay.sample(COUNT, generator).transitions
     noise = iter(torch.randn(2, COUNT, 2, generator=generator))
     monkeypatch.setattr(torch.distributions.normal, "_standard_normal", lambda *_, **__: next(noise))
     sample = sb3.common.type_aliases.ReplayBufferSamples(
@@ -151,11 +157,11 @@ def test_an_update_is_that_of_stable_baselines3(part: str, is_adam: bool, monkey
     before = [weight.clone() for weight, _ in our_policy(stack.stage.policy)]
 
     logged = update_theirs(model, stack, monkeypatch)
-    ours = values(stack._update_once(1))
+    ours = values(stack._update_once(1, START))
 
     assert ours["train/q_loss"] == pytest.approx(logged["train/critic_loss"], rel=1e-5)
     assert ours["train/alpha"] == pytest.approx(logged["train/ent_coef"], rel=1e-6)
-    assert stack.critics.log_alpha.item() == pytest.approx(model.log_ent_coef.item(), abs=1e-6)
+    assert critics_of(stack.stage).log_alpha.item() == pytest.approx(model.log_ent_coef.item(), abs=1e-6)
     if part == "critics":
         assert_equal(their_layers(model.critic), our_critics(stack, target=False))
         assert_equal(their_layers(model.critic_target), our_critics(stack, target=True))

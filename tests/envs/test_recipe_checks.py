@@ -74,6 +74,26 @@ def no_bundle_is_built(monkeypatch):
             2020,
             "the entropy of a SquashedGaussianPolicy has no closed form",
         ),
+        (
+            SAC,
+            [
+                "bundle.observations={pixels: [3, 24, 24]}",
+                "bundle.actions=2",
+                "pipeline.env={_target_: unirl.envs.pixel_reach.PixelReachEnvironment}",
+            ],
+            2020,
+            "pixels is an image, and these critics read vectors",
+        ),
+        (
+            "embodied/maniskill_pickcube_ppo_openvla_oft",
+            [
+                "scale=toy",
+                "algorithm={_target_: unirl.algorithms.sac.SAC}",
+                "stack={_target_: unirl.train.replay_stack.ReplayStack}",
+            ],
+            2020,
+            "trains squashed Gaussian policies, and the bundle has a openvla",
+        ),
         (SAC, ["bundle.normalize=true"], 2020, "ReplayStack does not follow the statistics of observations"),
     ],
 )

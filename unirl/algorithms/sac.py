@@ -11,7 +11,7 @@ from msgspec import Meta
 from torch import Tensor, nn
 
 from unirl.algorithms.shared.checks import check_no_expert
-from unirl.algorithms.shared.critic_ensemble import Critics
+from unirl.algorithms.shared.critic_ensemble import Critics, check_vectors
 from unirl.algorithms.shared.transition_loss import BatchLoss, TransitionLoss
 from unirl.config.errors import IncompatibleError, InvalidValueError
 from unirl.models.policies.stage import ActionStage
@@ -86,11 +86,14 @@ class SAC(TransitionLoss):
         return Needs(value=True, advantages=False)
 
     def check_facts(self, facts: ModelFacts) -> None:
-        if isinstance(facts, ActionFacts) and not facts.is_squashed:
+        if not isinstance(facts, ActionFacts):
+            return
+        if not facts.is_squashed:
             raise IncompatibleError(
                 f"algorithm: SAC trains squashed Gaussian policies, and the bundle has a {facts.family}. "
                 "Use unirl.models.policies.bundle.GaussianBundle with squashed: true"
             )
+        check_vectors(facts.observations)
 
     def build_head(self, stage: ActionStage, width: int, seed: int) -> nn.Module:
         self.check_facts(stage.facts)

@@ -522,14 +522,14 @@ def known_facts(config: RecipeConfig) -> ModelFacts | None:
     None if the bundle class cannot tell, or if a hub id cannot be read now. The run itself reports the latter.
     """
     bundle, path = config.bundle.schema.owner, config.model_path
-    if isinstance(bundle, DescribedBundle):
-        return bundle.facts_from(config.bundle.values)
-    if path is None or not isinstance(bundle, KnownModel):
-        return None
     try:
-        return bundle.facts_of(path, config.model_revision)
+        if isinstance(bundle, DescribedBundle):
+            return bundle.facts_from(config.bundle.values)
+        if path is not None and isinstance(bundle, KnownModel):
+            return bundle.facts_of(path, config.model_revision)
+        return None
     except DataError:
-        if HUB_ID.fullmatch(path) and not Path(path).is_dir():
+        if path is not None and HUB_ID.fullmatch(path) and not Path(path).is_dir():
             return None
         raise
 

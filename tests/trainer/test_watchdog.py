@@ -62,8 +62,8 @@ GOOD: dict[AlarmName, tuple[Trace, Sequence[tuple[int, float, float]]]] = {
     "heldout.falls": ({HELD: RISING}, [(0, 0.2, 0.02), (20, 0.5, 0.02), (40, 0.45, 0.02)]),
     "component.falls": ({HELD: RISING, "reward/clip_mean": noisy(0.5, 0.45)}, ()),
     "diversity.collapse": ({"rollout/diversity": [0.3, 0.28, 0.2, 0.1]}, ()),
-    "detail.grows": ({"rollout/fine_detail": [0.001, 0.0012, 0.003]}, ()),
-    "length.drift": ({"rollout/response_len_mean": noisy(20.0, 50.0)}, ()),
+    "detail.grows": ({"rollout/fine_detail": [0.001, 0.0012, 0.0015]}, ()),
+    "length.drift": ({"rollout/response_len_mean": noisy(20.0, 27.0)}, ()),
     "kl.runaway": ({"train/approx_kl": noisy(0.01, 0.1)}, ()),
     "ratio.runaway": ({"train/clip_fraction": noisy(0.1, 0.7), "train/ratio_max": noisy(1.2, 5.0)}, ()),
     "groups.equal": ({"rollout/zero_std_group_ratio": [0.2] * 5 + [1.0] * 15 + [0.5] + [1.0] * 4}, ()),
@@ -104,6 +104,11 @@ def test_a_fall_on_held_out_prompts_while_training_falls_too_is_no_sign_of_a_gam
 def test_groups_of_one_sample_and_one_extreme_step_raise_no_alarm():
     assert found("groups.equal", {"rollout/zero_std_group_ratio": [1.0] * 40}) is None
     assert found("entropy.collapse", {"train/entropy": [1e6, *noisy(60.0, 50.0)]}) is None
+
+
+def test_episodes_that_look_alike_raise_no_alarm():
+    trace, _ = BAD["diversity.collapse"]
+    assert found("diversity.collapse", {**trace, "env/return": [1.0] * 4}) is None
 
 
 def test_the_tracks_of_a_run_are_watched_one_by_one():

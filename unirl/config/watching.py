@@ -47,9 +47,9 @@ class WatchConfig:
     """Share of its first value that a component must have lost while the reward rose."""
     diversity_ratio: Below1 = 0.25
     """Diversity of samples over that of the first ones, below which it has collapsed."""
-    detail_ratio: Above1 = 4.0
+    detail_ratio: Above1 = 1.6
     """Energy of the finest detail of images over that of the first ones, above which it is an artefact."""
-    length_ratio: Above1 = 3.0
+    length_ratio: Above1 = 1.5
     """Factor by which the mean length of responses must have grown or shrunk."""
     kl_ratio: Above1 = 20.0
     """KL divergence over that of the first steps, above which it runs away."""

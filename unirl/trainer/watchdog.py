@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 REWARD = "rollout/reward_mean"
 HELD_OUT, HELD_OUT_ERROR = "eval/reward_mean", "eval/reward_stderr"
+EPISODES = "env/return"
 SMALL = 1e-9
 LEAST_KL = 0.01
 """A KL divergence below this many nats does not run away, however small it began."""
@@ -225,7 +226,12 @@ def detail_grows(course: Course, config: WatchConfig) -> Finding | None:
 
 
 def _of_samples(course: Course, measure: str, is_bad: Callable[[float, float], bool], words: str) -> Finding | None:
-    """Compares the newest samples with the first ones: those of evaluations, and those of steps that keep samples."""
+    """Compares the newest samples with the first ones: those of evaluations, and those of steps that keep samples.
+
+    Episodes are left out, since those of a good policy look alike.
+    """
+    if course.steps.of_run(EPISODES) is not None:
+        return None
     for series in (*course.evaluations.series(f"eval/{measure}"), *course.steps.series(f"rollout/{measure}")):
         before, now = series.values[0], series.values[-1]
         if len(series.values) > 1 and is_bad(before, now):
@@ -323,13 +329,13 @@ SIGNS: tuple[Sign, ...] = (
         "diversity.collapse",
         "look at the samples; strengthen the KL term, lower the learning rate, or take more prompts",
         diversity_collapses,
-        ("rollout/diversity",),
+        ("rollout/diversity", EPISODES),
     ),
     Sign(
         "detail.grows",
         "look at the samples for grain or grids; add a reward for quality, or strengthen the KL term",
         detail_grows,
-        ("rollout/fine_detail",),
+        ("rollout/fine_detail", EPISODES),
     ),
     Sign(
         "length.drift",

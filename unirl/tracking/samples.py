@@ -128,6 +128,10 @@ class Media(Protocol):
         """Warnings about how the media are stored; the tracker prints each once. None by default."""
         return []
 
+    def measures(self) -> dict[str, float]:
+        """`diversity` and `fine_detail` of these media, as far as they have them (unirl/tracking/measures.py)."""
+        return {}
+
     def mirror(self, mirrors: Mirrors, page: MirroredPage, rows: Sequence[SampleRow]) -> None:
         """Sends the page and the first media to mirrors."""
         ...

@@ -11,6 +11,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any
 
 from unirl.tracking.console import Change, Console, accuracies, evaluation
+from unirl.tracking.measures import OF_EVALUATION
 from unirl.tracking.media import read_samples, table_of_evaluation
 from unirl.tracking.metrics import check_event, check_names
 from unirl.tracking.mirrors import Mirror, Mirrors, RunInfo
@@ -49,6 +50,8 @@ class Tracker:
         self.console = console
         self.timers = PhaseTimers()
         self.position = 0
+        self.newest_evaluation: dict[str, float] = {}
+        """Step and metrics of the newest evaluation of this process."""
         self._tracks = tracks
         about = about or RunInfo(root=run.root, project=run.identity.project, run_id=run.id)
         self._mirrors = Mirrors(mirrors, about, self._mirror_failed)
@@ -133,10 +136,11 @@ class Tracker:
 
         Returns the path of the page.
         """
-        metrics = result.metrics()
+        table = table_of_evaluation(result)
+        metrics = result.metrics() | {OF_EVALUATION[name]: value for name, value in table.media.measures().items()}
         check_names(metrics, self._tracks)
         folder = self.run.fresh_step_folder("eval", step)
-        saved = replace(table_of_evaluation(result), remark=remark_of(self.run.root)).saved(folder)
+        saved = replace(table, remark=remark_of(self.run.root)).saved(folder)
         self._remark(saved.media)
         rows = [vars(row) for row in saved.rows]
         scores = {"step": step, "metrics": metrics, "samples": rows}
@@ -144,7 +148,8 @@ class Tracker:
         title = f"evaluation after step {step}"
         page = saved.media.page(saved, folder, title)
         self._before_after(step, saved, folder)
-        self._eval_table.append({"step": step, **metrics})
+        self.newest_evaluation = {"step": step, **metrics}
+        self._eval_table.append(self.newest_evaluation)
         self.event("eval.end", step=step, **metrics)
         if self.console:
             self.console.note(f"eval after step {step}: {evaluation(metrics)}, {page}")

@@ -259,18 +259,14 @@ class GaussianBundle(PolicyBundle):
         """
         positive(actions=actions, width=width, depth=depth)
         shapes, space, start = shapes_of(observations), ContinuousActions(actions), key_seed(seed, POLICY)
-        kind: type[GaussianPolicy | SquashedGaussianPolicy]
-        if squashed:
-            low, high = LOG_STD_BOUNDS
-            if not low < log_std < high:
-                raise InvalidValueError(
-                    f"bundle.log_std must lie in ({low:g}, {high:g}), the bounds of a squashed policy, got {log_std:g}"
-                )
-            network = SquashedGaussianPolicy(
-                shapes, space, width, depth, activation, start, log_std, normalize, initial
+        low, high = LOG_STD_BOUNDS
+        if squashed and not low < log_std < high:
+            raise InvalidValueError(
+                f"bundle.log_std must lie in ({low:g}, {high:g}), the bounds of a squashed policy, got {log_std:g}"
             )
-        else:
-            network = GaussianPolicy(shapes, space, width, depth, activation, start, log_std, normalize, initial)
+        kind: type[GaussianPolicy] | type[SquashedGaussianPolicy]
+        kind = SquashedGaussianPolicy if squashed else GaussianPolicy
+        network = kind(shapes, space, width, depth, activation, start, log_std, normalize, initial)
         settings = {
             "actions": actions, "squashed": squashed, "log_std": log_std, "width": width, "normalize": normalize,
             "initial": initial,

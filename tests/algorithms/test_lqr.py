@@ -26,14 +26,15 @@ PPO = (
     "backend.scheduler_cfg={type: linear}",
 )  # fmt: skip
 GRPO = (
-    "bundle.log_std=-2.5", "algorithm={_target_: unirl.algorithms.action_ppo.ActionGRPO}", "~backend.value_cfg",
+    "bundle.log_std=-2.5", "bundle.normalize=false", "algorithm={_target_: unirl.algorithms.action_ppo.ActionGRPO}", "~backend.value_cfg",
     "stack={_target_: unirl.train.stack.TrainStack, num_updates_per_batch: 4}", "sampling.samples_per_prompt=16",
     "batch_size=8", "num_rollouts=20", "backend.optimizer_cfg.learning_rate=3e-3",
 )  # fmt: skip
 SAC_BOUND = 5.0
 """SAC explores the whole range of actions, so that the bound decides how far the states of its critics spread."""
 SAC = (
-    f"pipeline.env.kwargs={{bound: {SAC_BOUND}}}", "bundle.log_std=-0.5", "batch_size=2", "num_rollouts=80",
+    f"pipeline.env.kwargs={{bound: {SAC_BOUND}}}", "bundle.log_std=-0.5", "bundle.initial=orthogonal",
+    "batch_size=2", "num_rollouts=80",
     "backend.optimizer_cfg.learning_rate=1e-3", "backend.scheduler_cfg={type: linear}",
     "backend.value_cfg={width: 64, learning_rate: 3e-3}", "stack.minibatch_size=128", "stack.warmup=400",
     "algorithm={gamma: 0.95, tau: 0.02, alpha: 0.1, learn_alpha: false}",

@@ -21,6 +21,7 @@ from unirl.models.policies.networks import (
     Activation,
     CategoricalPolicy,
     GaussianPolicy,
+    Initial,
     PolicyNetwork,
     SquashedGaussianPolicy,
 )
@@ -241,6 +242,7 @@ class GaussianBundle(PolicyBundle):
         depth: int = 2,
         activation: Activation = "tanh",
         normalize: bool = False,
+        initial: Initial = "orthogonal",
     ) -> None:
         """
         Args:
@@ -253,21 +255,21 @@ class GaussianBundle(PolicyBundle):
             depth: layers before the output.
             activation: after each layer.
             normalize: subtract the running mean of observations that are vectors, and divide by their running std.
+            initial: weights of the layers: orthogonal, with biases of zero, or uniform, as layers of torch start.
         """
         positive(actions=actions, width=width, depth=depth)
         shapes, space, start = shapes_of(observations), ContinuousActions(actions), key_seed(seed, POLICY)
-        network: PolicyNetwork
-        if squashed:
-            low, high = LOG_STD_BOUNDS
-            if not low < log_std < high:
-                raise InvalidValueError(
-                    f"bundle.log_std must lie in ({low:g}, {high:g}), the bounds of a squashed policy, got {log_std:g}"
-                )
-            network = SquashedGaussianPolicy(shapes, space, width, depth, activation, start, log_std, normalize)
-        else:
-            network = GaussianPolicy(shapes, space, width, depth, activation, start, log_std, normalize)
+        low, high = LOG_STD_BOUNDS
+        if squashed and not low < log_std < high:
+            raise InvalidValueError(
+                f"bundle.log_std must lie in ({low:g}, {high:g}), the bounds of a squashed policy, got {log_std:g}"
+            )
+        kind: type[GaussianPolicy] | type[SquashedGaussianPolicy]
+        kind = SquashedGaussianPolicy if squashed else GaussianPolicy
+        network = kind(shapes, space, width, depth, activation, start, log_std, normalize, initial)
         settings = {
-            "actions": actions, "squashed": squashed, "log_std": log_std, "width": width, "normalize": normalize
+            "actions": actions, "squashed": squashed, "log_std": log_std, "width": width, "normalize": normalize,
+            "initial": initial,
         }  # fmt: skip
         super().__init__(
             network, shapes, settings, device=device, depth=depth, activation=activation, normalize=normalize

@@ -28,6 +28,8 @@ Outputs = dict[str, Tensor]
 PARTS = "parts"
 """The output with the log-probs [N, U] of the parts of a decision, such as its tokens. Their sum is `logp`."""
 Activation = Literal["tanh", "relu", "silu"]
+Initial = Literal["orthogonal", "uniform"]
+"""How the layers of an encoder start: `initialise`, or as layers of torch do, with random weights and biases."""
 ACTIVATIONS: Mapping[Activation, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
 Shapes = Mapping[str, Sequence[int]]
 """The shapes of observations by key."""
@@ -245,13 +247,15 @@ class EncodedPolicy(PolicyNetwork):
         activation: Activation,
         seed: int,
         normalize: bool = False,
+        initial: Initial = "orthogonal",
     ) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.encoder = ObservationEncoder(shapes, width, depth, activation, normalize)
             self.output_layer = nn.Linear(width, outputs)
-            initialise(self.encoder, math.sqrt(2))
+            if initial == "orthogonal":
+                initialise(self.encoder, math.sqrt(2))
             initialise(self.output_layer, 0.01)
 
     def parameters_of(self, observations: Observations) -> Tensor:
@@ -312,8 +316,9 @@ class GaussianPolicy(EncodedPolicy):
         seed: int,
         log_std: float = 0.0,
         normalize: bool = False,
+        initial: Initial = "orthogonal",
     ) -> None:
-        super().__init__(shapes, actions.size, width, depth, activation, seed, normalize)
+        super().__init__(shapes, actions.size, width, depth, activation, seed, normalize, initial)
         self.actions = actions
         self.noise_shape = (actions.size,)
         self.log_std = nn.Parameter(torch.full((actions.size,), log_std))
@@ -371,8 +376,9 @@ class SquashedGaussianPolicy(EncodedPolicy):
         seed: int,
         log_std: float = 0.0,
         normalize: bool = False,
+        initial: Initial = "orthogonal",
     ) -> None:
-        super().__init__(shapes, 2 * actions.size, width, depth, activation, seed, normalize)
+        super().__init__(shapes, 2 * actions.size, width, depth, activation, seed, normalize, initial)
         self.actions = actions
         self.noise_shape = (actions.size,)
         low, high = LOG_STD_BOUNDS

@@ -26,7 +26,8 @@ PPO = (
     "backend.scheduler_cfg={type: linear}",
 )  # fmt: skip
 GRPO = (
-    "bundle.log_std=-2.5", "bundle.normalize=false", "algorithm={_target_: unirl.algorithms.action_ppo.ActionGRPO}", "~backend.value_cfg",
+    "bundle.log_std=-2.5", "bundle.normalize=false", "~backend.value_cfg",
+    "algorithm={_target_: unirl.algorithms.action_ppo.ActionGRPO}",
     "stack={_target_: unirl.train.stack.TrainStack, num_updates_per_batch: 4}", "sampling.samples_per_prompt=16",
     "batch_size=8", "num_rollouts=20", "backend.optimizer_cfg.learning_rate=3e-3",
 )  # fmt: skip

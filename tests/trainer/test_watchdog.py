@@ -99,6 +99,7 @@ def test_an_alarm_says_since_when():
 def test_a_fall_on_held_out_prompts_while_training_falls_too_is_no_sign_of_a_gamed_reward():
     _, evaluations = BAD["heldout.falls"]
     assert found("heldout.falls", {HELD: noisy(0.8, 0.2)}, evaluations) is None
+    assert found("heldout.falls", {HELD: noisy(0.5, 0.55, spread=0.1)}, evaluations) is None
 
 
 def test_groups_of_one_sample_and_one_extreme_step_raise_no_alarm():

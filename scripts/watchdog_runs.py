@@ -84,6 +84,8 @@ class Case:
     """The alarm that must begin. Empty: none may."""
     measure: str = ""
     """The metric of evaluations or steps that shows the onset."""
+    rises: bool = True
+    """The measure of a gamed run is above those of clean runs, not below."""
 
 
 def planted(scorer: str) -> tuple[str, ...]:
@@ -93,7 +95,7 @@ def planted(scorer: str) -> tuple[str, ...]:
 EVERY = ("evaluation.eval_steps=4", "tracking.sample_steps=4", "save_interval=0")
 CASES: Mapping[str, Case] = {
     "detail": Case("diffusion/quickstart", 32, planted("DetailScorer"), "detail.grows", "eval/fine_detail"),
-    "area": Case("diffusion/quickstart", 32, planted("AreaScorer"), "diversity.collapse", "eval/diversity"),
+    "area": Case("diffusion/quickstart", 32, planted("AreaScorer"), "diversity.collapse", "eval/diversity", False),
     "length": Case("llm/quickstart", 24, planted("LengthScorer"), "length.drift", "rollout/response_len_mean"),
     "clean images": Case("diffusion/quickstart", 32),
     "clean texts": Case("llm/quickstart", 24),
@@ -127,13 +129,14 @@ def run(name: str, seed: int) -> dict[str, Any]:
 
 
 def onset(run: Mapping[str, Any], clean: Sequence[Mapping[str, Any]]) -> int | None:
-    """The first step at which the measure of a gamed run is outside of the range of the clean runs of its recipe."""
+    """The first step at which the measure of a gamed run is beyond those of all clean runs of its recipe."""
     measure = CASES[run["case"]].measure
     seen = [value for each in clean for _, value in each["courses"].get(measure, [])]
     if not seen:
         return None
-    low, high = min(seen), max(seen)
-    return next((step for step, value in run["courses"].get(measure, []) if not low <= value <= high), None)
+    rises, low, high = CASES[run["case"]].rises, min(seen), max(seen)
+    course = run["courses"].get(measure, [])
+    return next((step for step, value in course if (value > high if rises else value < low)), None)
 
 
 def judged(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

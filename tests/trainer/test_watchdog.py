@@ -63,7 +63,7 @@ GOOD: dict[AlarmName, tuple[Trace, Sequence[tuple[int, float, float]]]] = {
     "component.falls": ({HELD: RISING, "reward/clip_mean": noisy(0.5, 0.45)}, ()),
     "diversity.collapse": ({"rollout/diversity": [0.3, 0.28, 0.2, 0.1]}, ()),
     "detail.grows": ({"rollout/fine_detail": [0.001, 0.0012, 0.0015]}, ()),
-    "length.drift": ({"rollout/response_len_mean": noisy(20.0, 27.0)}, ()),
+    "length.drift": ({"rollout/response_len_mean": noisy(20.0, 23.0)}, ()),
     "kl.runaway": ({"train/approx_kl": noisy(0.01, 0.1)}, ()),
     "ratio.runaway": ({"train/clip_fraction": noisy(0.1, 0.7), "train/ratio_max": noisy(1.2, 5.0)}, ()),
     "groups.equal": ({"rollout/zero_std_group_ratio": [0.2] * 5 + [1.0] * 15 + [0.5] + [1.0] * 4}, ()),
@@ -99,6 +99,7 @@ def test_an_alarm_says_since_when():
 def test_a_fall_on_held_out_prompts_while_training_falls_too_is_no_sign_of_a_gamed_reward():
     _, evaluations = BAD["heldout.falls"]
     assert found("heldout.falls", {HELD: noisy(0.8, 0.2)}, evaluations) is None
+    assert found("heldout.falls", {HELD: noisy(0.5, 0.55, spread=0.1)}, evaluations) is None
 
 
 def test_groups_of_one_sample_and_one_extreme_step_raise_no_alarm():

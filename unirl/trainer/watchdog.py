@@ -163,10 +163,10 @@ def held_out_falls(course: Course, config: WatchConfig) -> Finding | None:
     error = math.hypot(errors.values[best], errors.values[-1])
     # An evaluation before the first step is compared with the first step.
     until = max(bisect_right(reward.steps, scores.steps[best]), 1)
-    before = statistics.fmean(reward.values[max(until - config.recent_steps, 0) : until])
-    now = statistics.fmean(reward.last(config.recent_steps))
-    if fall <= config.standard_errors * error + SMALL or now <= before:
+    then, newest = reward.values[max(until - config.recent_steps, 0) : until], reward.last(config.recent_steps)
+    if fall <= config.standard_errors * error + SMALL or not _rose(then, newest, config):
         return None
+    before, now = statistics.fmean(then), statistics.fmean(newest)
     return Finding(
         f"the held-out reward fell from {scores.values[best]:.4g} to {scores.values[-1]:.4g} since step "
         f"{scores.steps[best]}, while the reward of training rose from {before:.4g} to {now:.4g}",
@@ -179,13 +179,14 @@ def component_falls(course: Course, config: WatchConfig) -> Finding | None:
     """A component lost much of its first value while the whole reward rose."""
     least = config.reference_steps + config.recent_steps
     reward = course.steps.of_run(REWARD)
-    if reward is None or len(reward.values) < least or not _moved(reward, config, up=True):
+    if reward is None or len(reward.values) < least or not _rose(*_ends(reward, config), config):
         return None
     for series in course.steps.series("reward/*_mean"):
-        if len(series.values) < least or not _moved(series, config, up=False):
+        if len(series.values) < least:
             continue
-        before, now = (statistics.fmean(part) for part in _ends(series, config))
-        if before - now > config.component_drop * abs(before):
+        first, last = _ends(series, config)
+        before, now = statistics.fmean(first), statistics.fmean(last)
+        if _rose(last, first, config) and before - now > config.component_drop * abs(before):
             return Finding(
                 f"{series.name} fell from {before:.4g} to {now:.4g}, while the whole reward rose",
                 series.steps[config.reference_steps - 1],
@@ -194,13 +195,11 @@ def component_falls(course: Course, config: WatchConfig) -> Finding | None:
     return None
 
 
-def _moved(series: MetricSeries, config: WatchConfig, up: bool) -> bool:
-    """The newest steps differ from the first ones by more than the standard errors of both means."""
-    before, now = _ends(series, config)
+def _rose(before: Sequence[float], now: Sequence[float], config: WatchConfig) -> bool:
+    """The mean of the newer values is higher by more than the standard errors of both means."""
     noise = max(_deviation(before), _deviation(now))
     error = noise * math.sqrt(1 / len(before) + 1 / len(now))
-    change = statistics.fmean(now) - statistics.fmean(before)
-    return (change if up else -change) > config.standard_errors * error + SMALL
+    return statistics.fmean(now) - statistics.fmean(before) > config.standard_errors * error + SMALL
 
 
 def _deviation(values: Sequence[float]) -> float:

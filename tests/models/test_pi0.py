@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +205,28 @@ def test_adapters_go_on_the_trained_decoders(train: str, count: int) -> None:
     unread = {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     idle = {name for name in adapted if "language_model.layers.1" in name and name.rpartition(".")[2] in unread}
     assert {name.partition(".lora_B")[0] for name in moved if ".lora_B." in name} == adapted - idle
+
+
+@pytest.mark.parametrize(("train", "passes"), [("expert", (2, 0)), ("all", (2, 1))])
+def test_every_forward_of_a_block_gets_the_gradient_of_its_output(train: str, passes: tuple[int, int]) -> None:
+    """FSDP2 gathers the weights of a block when that arrives. The expert runs twice: for the state, and for actions."""
+    one = bundle(train=train)
+    stage, model = one.stage(), one.trainable().pi0.model
+    arrived: Counter[str] = Counter()
+
+    def watch(name: str) -> Callable[..., None]:
+        def hook(block: object, inputs: object, output: Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(lambda gradient: arrived.update([name]))
+
+        return hook
+
+    for part, decoder in (("dit", model.dit), ("vlm", model.vlm.language_model)):
+        for number, layer in enumerate(decoder.layers):
+            layer.register_forward_hook(watch(f"{part}{number}"))
+    seen, noise = inputs(stage)
+    stage._forward(seen, actions=stage.decide(seen, noise)["actions"])["logp"].sum().backward()
+    assert [arrived[name] for name in ("dit0", "dit1", "vlm0", "vlm1")] == [passes[0]] * 2 + [passes[1]] * 2
 
 
 def test_checkpointed_blocks_have_the_same_gradients() -> None:

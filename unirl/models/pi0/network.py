@@ -76,9 +76,33 @@ class WrittenLayers:
         self.layers.setdefault(layer, (keys, values))
         return keys, values
 
-    def stacked(self) -> Tensor:
-        """[N, 2 L, heads, T, d] keys and values of L layers, in turn."""
-        return torch.stack([part for layer in sorted(self.layers) for part in self.layers[layer]], dim=1)
+    def stacked(self, output: Tensor) -> Tensor:
+        """[N, 2 L, heads, T, d] keys and values of L layers, in turn.
+
+        Args:
+            output: of the forward that wrote them.
+        """
+        parts = [part for layer in sorted(self.layers) for part in self.layers[layer]]
+        tied: Tensor = _Tied.apply(torch.stack(parts, dim=1), output)  # type: ignore[no-untyped-call]
+        return tied
+
+
+class _Tied(torch.autograd.Function):
+    """`stored` as it is. The gradient also runs, as zeros, into the `output` of the forward that made it.
+
+    Keys and values leave a block beside its output. FSDP2 gathers the weights of a block when the gradient of its
+    output arrives, so there must be one, and it must arrive before that of its keys is used.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, stored: Tensor, output: Tensor) -> Tensor:
+        ctx.output = output.shape, output.dtype
+        return stored.view_as(stored)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        shape, dtype = ctx.output
+        return gradient, gradient.new_zeros(shape, dtype=dtype)
 
 
 class ReadLayers(WrittenLayers):
@@ -158,7 +182,7 @@ class Pi0Policy(FlowChain):
         layers = ReadLayers(prefix)
         projected = self.pi0.embed_action_time.state_proj(state)[:, None]
         output = self._run(self.pi0.model.dit, projected, seen, layers)
-        return torch.cat([prefix, layers.stacked()], dim=3), seen, state, output[:, 0].float()
+        return torch.cat([prefix, layers.stacked(output)], dim=3), seen, state, output[:, 0].float()
 
     def states(self, parameters: Features) -> Outputs:
         """`HIDDEN` [N, W]: the output of the expert at the state of the robot, which depends on no action."""
@@ -185,8 +209,8 @@ class Pi0Policy(FlowChain):
         seen = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
         seen[:, inputs.shape[1] - words.shape[1] :] = words >= 0
         layers = WrittenLayers()
-        self._run(vlm.language_model, inputs, seen, layers)
-        return layers.stacked(), seen
+        output = self._run(vlm.language_model, inputs, seen, layers)
+        return layers.stacked(output), seen
 
     def _run(self, decoder: Any, inputs: Tensor, seen: Tensor, layers: WrittenLayers) -> Tensor:
         """Outputs [N, Q, W] of a decoder for the last Q tokens, which attend to all real ones of `seen` [N, T]."""

@@ -170,6 +170,16 @@ def test_images_and_instructions_are_those_of_the_librarys_processor(monkeypatch
         assert tokens[4:].tolist() == ours[ours >= 0].tolist()
 
 
+def test_the_toy_is_the_same_in_every_process() -> None:
+    """Processes have drawn different numbers from torch's generator before they build it."""
+    states = []
+    for seed in (0, 1):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            states.append(bundle().trainable().state_dict())
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+
+
 # Training
 
 

@@ -347,9 +347,11 @@ def network_of(config: Config) -> PI0ForConditionalGeneration:
 
 @torch.no_grad()
 def randomise(network: PI0ForConditionalGeneration, seed: int) -> None:
-    """Random weights: matrices keep the scale of their inputs. Scales and biases stay those of the library."""
+    """Random weights: matrices keep the scale of their inputs, biases are 0, and scales are those of the library."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in network.named_parameters():
         if parameter.dim() > 1:
             scale = 0.1 if "embed" in name.split(".")[-2] else math.prod(parameter.shape[1:]) ** -0.5
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+        elif name.endswith(".bias"):
+            parameter.zero_()

@@ -83,7 +83,7 @@ class WrittenLayers:
             output: of the forward that wrote them.
         """
         parts = [part for layer in sorted(self.layers) for part in self.layers[layer]]
-        tied: Tensor = _Tied.apply(torch.stack(parts, dim=1), output)  # type: ignore[no-untyped-call]
+        tied: Tensor = _Tied.apply(torch.stack(parts, dim=1), output)
         return tied
 
 

@@ -20,9 +20,10 @@ from unirl.models.loading.checkpoint import read_entries
 from unirl.models.loading.lora import inject_lora
 from unirl.models.openvla import family as openvla
 from unirl.models.openvla.actions import bin_centres
-from unirl.models.openvla.family import OpenVLABundle, OpenVLAStage
+from unirl.models.openvla.family import OpenVLABundle
 from unirl.models.openvla.network import OpenVLAPolicy
 from unirl.models.openvla.vision_towers import VisionTower
+from unirl.models.policies.stage import InstructedStage
 from unirl.types.environments import INSTRUCTION, Observations
 from unirl.types.facts import LoraSpec
 from unirl.types.sampling import ActionSamplingParams
@@ -44,7 +45,7 @@ def bundle(decoding: str = "autoregressive", chunk: int = 1, path: str = "toy", 
     return OpenVLABundle(path=path, decoding=decoding, chunk=chunk, **SETTINGS | settings)
 
 
-def inputs(stage: OpenVLAStage, count: int = 4) -> tuple[Observations, Tensor]:
+def inputs(stage: InstructedStage, count: int = 4) -> tuple[Observations, Tensor]:
     generator = torch.Generator().manual_seed(3)
     images = torch.randint(256, (count, 3, 24, 24), generator=generator, dtype=torch.uint8)
     told = stage.instructions((TASKS * count)[:count])

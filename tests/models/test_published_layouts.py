@@ -37,9 +37,9 @@ from unirl.train.backend.fsdp import FSDPBackend
 
 OWN_LAYOUTS = {
     *("ByteDance-Seed/BAGEL-7B-MoT", "stepfun-ai/NextStep-1-Large", "tencent/HunyuanImage-3.0-Instruct"),
-    "openvla/openvla-7b",
+    *("openvla/openvla-7b", "lerobot/pi0_base"),
 }
-"""Models of neither library. Tests of their families write, download and load their files."""
+"""Models of neither library, and of neither form. Tests of their families write, download and load their files."""
 
 each_pipeline = pytest.mark.parametrize("hub_id", PIPELINES)
 each_language_model = pytest.mark.parametrize("hub_id", LANGUAGE_MODELS)

@@ -1,11 +1,11 @@
-"""Tasks of LIBERO: a Panda arm at tables, images of a camera, an instruction in words. https://libero-project.github.io
+"""Tasks of LIBERO: a Panda arm at tables, images of cameras, an instruction in words. https://libero-project.github.io
 
 This adapter follows the interface of the package and of OpenVLA's evaluation; it never ran with the package itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -17,10 +17,15 @@ from unirl.envs.gymnasium import GymnasiumEnvironment
 from unirl.envs.maniskill import STAND_IN, TOY
 from unirl.envs.slots import Source
 from unirl.envs.spaces import Array
+from unirl.types.environments import STATE
 
 if TYPE_CHECKING:
     import gymnasium
 
+WRIST = "robot0_eye_in_hand"
+"""The camera at the hand."""
+NUM_STATE = 8
+"""Position of the hand [3], its rotation as axis times angle [3] in radians, places of the two fingers [2]."""
 NUM_ACTIONS = 7
 """Changes of position and rotation, and the gripper: -1 opens it, 1 closes it."""
 WAIT = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0)
@@ -29,20 +34,22 @@ INSTALL = "pip install git+https://github.com/Lifelong-Robot-Learning/LIBERO 'ro
 
 
 class LiberoEnvironment(GymnasiumEnvironment):
-    """Slots with the tasks of a suite of LIBERO: an image of a camera, actions [7].
+    """Slots with the tasks of a suite of LIBERO: images of cameras, the state of the robot [8], actions [7].
 
     The task of a start names the task by its words, as the suite has them; list them in `data_source.tasks`. The seed
     chooses one of the recorded initial states of the task. The reward is 1 where the task is solved, which ends the
     episode with success. `suite: toy` is the environment of `unirl.envs.pixel_reach` behind the same camera.
     """
 
-    toy: ClassVar[Mapping[str, object]] = {"suite": TOY}
+    toy: ClassVar[Mapping[str, object]] = {"suite": TOY, "workers": 0}
 
     def __init__(
         self,
         *,
         suite: str,
         camera: str = "agentview",
+        wrist: bool = False,
+        state: bool = False,
         image_size: tuple[int, int] = (256, 256),
         settle_steps: Annotated[int, msgspec.Meta(ge=0)] = 10,
         openvla_gripper: bool = False,
@@ -54,6 +61,9 @@ class LiberoEnvironment(GymnasiumEnvironment):
         Args:
             suite: name of the suite, such as `libero_spatial`, or `toy`.
             camera: `agentview` or `robot0_eye_in_hand`, which is the key of the images.
+            wrist: also show `robot0_eye_in_hand`, the camera at the hand.
+            state: also show `state` [8]: position of the hand in metres, its rotation as axis times angle in radians,
+                and the places of both fingers in metres.
             image_size: height and width of an image.
             settle_steps: steps without an action at the start of an episode, in which objects come to rest.
             openvla_gripper: the last number of an action is that of OpenVLA, 1 for an open gripper and 0 for a closed
@@ -65,13 +75,27 @@ class LiberoEnvironment(GymnasiumEnvironment):
         Raises:
             DependencyError: 3001, libero is not installed.
         """
+        cameras = (camera, WRIST) if wrist and camera != WRIST else (camera,)
         if suite == TOY:
             need("gymnasium", by=type(self).__name__, extra="embodied")
-            maker, given = STAND_IN, {"camera": camera, "size": image_size, "actions": NUM_ACTIONS}
+            maker = STAND_IN
+            given = {
+                "camera": camera,
+                "size": image_size,
+                "actions": NUM_ACTIONS,
+                "more_cameras": cameras[1:],
+                "state": NUM_STATE if state else 0,
+            }
         else:
             need("libero", by=f"{type(self).__name__} (suite={suite})", install=INSTALL)
             maker = "unirl.envs.libero:make_suite"
-            given = {"camera": camera, "size": image_size, "settle": settle_steps, "openvla_gripper": openvla_gripper}
+            given = {
+                "cameras": cameras,
+                "state": state,
+                "size": image_size,
+                "settle": settle_steps,
+                "openvla_gripper": openvla_gripper,
+            }
         self._open(Source(id=suite, kwargs=given, maker=maker, max_steps=max_steps), workers, timeout_s)
 
 
@@ -79,7 +103,8 @@ def make_suite(
     suite: str,
     *,
     render_mode: str | None,
-    camera: str,
+    cameras: Sequence[str],
+    state: bool,
     size: tuple[int, int],
     settle: int,
     openvla_gripper: bool,
@@ -93,11 +118,16 @@ def make_suite(
     tasks = benchmark.get_benchmark_dict()[suite]()
     by_words = {tasks.get_task(number).language: number for number in range(tasks.get_num_tasks())}
     height, width = size
+    shown: dict[str, gymnasium.Space[Any]] = {
+        camera: spaces.Box(0, 255, (height, width, 3), np.uint8) for camera in cameras
+    }
+    if state:
+        shown[STATE] = spaces.Box(-np.inf, np.inf, (NUM_STATE,), np.float32)
 
     class SuiteEnvironment(gymnasium.Env[Any, Any]):
         """Holds the simulator of the task that it played last."""
 
-        observation_space = spaces.Dict({camera: spaces.Box(0, 255, (height, width, 3), np.uint8)})
+        observation_space = spaces.Dict(shown)
         action_space = spaces.Box(-1.0, 1.0, (NUM_ACTIONS,), np.float32)
 
         def __init__(self) -> None:
@@ -145,6 +175,25 @@ def make_suite(
 
         def _seen(self, observation: Any) -> dict[str, Array]:
             # LIBERO draws upside down; the published policies were trained on images turned by 180 degrees.
-            return {camera: np.ascontiguousarray(observation[f"{camera}_image"][::-1, ::-1])}
+            seen = {camera: np.ascontiguousarray(observation[f"{camera}_image"][::-1, ::-1]) for camera in cameras}
+            return seen | ({STATE: robot_state(observation)} if state else {})
 
     return SuiteEnvironment()
+
+
+def robot_state(observation: Mapping[str, Any]) -> Array:
+    """[8] float32, see `NUM_STATE`, from an observation of robosuite."""
+    rotation = axis_angle(observation["robot0_eef_quat"])
+    parts = (observation["robot0_eef_pos"], rotation, observation["robot0_gripper_qpos"])
+    return np.concatenate(parts).astype(np.float32)
+
+
+def axis_angle(quaternion: Any) -> Array:
+    """[3] axis times angle in [0, 2 pi], of a unit quaternion (x, y, z, w). Zeros for no rotation.
+
+    The angle is 2 acos(w), as in robosuite and so in the data of the published policies: a quaternion and its negative,
+    which are the same rotation, have different vectors.
+    """
+    vector, w = np.asarray(quaternion[:3], np.float64), float(np.clip(quaternion[3], -1.0, 1.0))
+    sine = np.sqrt(1.0 - w * w)
+    return np.zeros(3) if sine < 1e-8 else vector * (2.0 * np.arccos(w) / sine)

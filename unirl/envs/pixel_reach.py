@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
+from zlib import crc32
 
 import msgspec
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from unirl.config.errors import InvalidValueError
 from unirl.types.environments import (
+    STATE,
     ContinuousActions,
     EnvironmentSpaces,
     EnvironmentStep,
@@ -105,6 +107,10 @@ class PixelReachEnvironment:
         """[B, 3, size, size] uint8 images of the slots."""
         return self._observe(slots)[PIXELS]
 
+    def hands(self, slots: Sequence[int]) -> Tensor:
+        """[B, 2] places of the hands, in the plane."""
+        return self._points[list(slots), HAND]
+
     def close(self) -> None:
         """Forget all episodes."""
         self._ages.fill_(self.max_steps)
@@ -151,29 +157,50 @@ def target_of(task: str) -> int:
     return named[0]
 
 
+def stood_for(task: str) -> str:
+    """The task of the stand-in for a task of a simulator: itself if it names a target, else one by its words."""
+    if not task or any(colour in task.split() for colour in COLOURS):
+        return task
+    return f"reach the {sorted(COLOURS)[crc32(task.encode()) % len(COLOURS)]} disc"
+
+
 def make_stand_in(
-    id: str, *, render_mode: str | None, camera: str, size: tuple[int, int], actions: int
+    id: str,
+    *,
+    render_mode: str | None,
+    camera: str,
+    size: tuple[int, int],
+    actions: int,
+    more_cameras: Sequence[str] = (),
+    state: int = 0,
 ) -> gymnasium.Env[Any, Any]:
-    """One such environment for Gymnasium, in place of a simulator with the same camera and number of actions.
+    """One such environment for Gymnasium, in place of a simulator with the same cameras and number of actions.
 
     Args:
         size: height and width of the image, which are equal.
+        more_cameras: further cameras, which show the same image.
+        state: numbers of the observation `state`. The first two are the place of the hand. 0: there is none.
     """
     import gymnasium
     from gymnasium import spaces
 
     slot = PixelReachEnvironment(size=min(size), actions=actions)
+    shown: dict[str, gymnasium.Space[Any]] = {
+        key: spaces.Box(0, 255, (min(size), min(size), 3), np.uint8) for key in (camera, *more_cameras)
+    }
+    if state:
+        shown[STATE] = spaces.Box(-1.0, 1.0, (state,), np.float32)
 
     class StandIn(gymnasium.Env[Any, Any]):
-        """Shows [H, W, 3] uint8 images of the camera."""
+        """Shows [H, W, 3] uint8 images of the cameras."""
 
-        observation_space = spaces.Dict({camera: spaces.Box(0, 255, (min(size), min(size), 3), np.uint8)})
+        observation_space = spaces.Dict(shown)
         action_space = spaces.Box(-1.0, 1.0, (actions,), np.float32)
 
         def reset(
             self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
         ) -> tuple[Any, dict[str, Any]]:
-            task = str((options or {}).get("task", ""))
+            task = stood_for(str((options or {}).get("task", "")))
             return self._seen(slot.reset([0], [EpisodeStart(seed=seed or 0, task=task)])), {}
 
         def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
@@ -182,6 +209,10 @@ def make_stand_in(
             return self._seen(step.observations), float(step.rewards), *ends, {"success": bool(step.success)}
 
         def _seen(self, observations: Observations) -> dict[str, Any]:
-            return {camera: observations[PIXELS][0].permute(1, 2, 0).numpy()}
+            image = observations[PIXELS][0].permute(1, 2, 0).numpy()
+            seen: dict[str, Any] = dict.fromkeys((camera, *more_cameras), image)
+            if state:
+                seen[STATE] = np.pad(slot.hands([0])[0].numpy(), (0, state - 2))
+            return seen
 
     return StandIn()

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import msgspec
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from unirl.config.errors import InvalidValueError, NotFoundError
 from unirl.models.chunks import batch_multiple
 from unirl.models.language.bundle import VOCABULARIES, load_tokenizer
-from unirl.models.language.stage import ValueGradient
 from unirl.models.loading.checkpoint import read_entries
 from unirl.models.loading.completeness import check_files, check_tensors, loading_info, read_headers
 from unirl.models.loading.dtypes import cast_module
@@ -30,14 +29,12 @@ from unirl.models.loading.hub import copy_files, language_directory, quiet_libra
 from unirl.models.loading.saved_weights import LANGUAGE_WEIGHTS, ModuleWeights, SafetensorsWeights, SavedWeights
 from unirl.models.loading.toy_tokenizers import llama_tokenizer
 from unirl.models.openvla.actions import STATISTICS, scale_of, statistics_of
-from unirl.models.openvla.network import HIDDEN, Config, DecisionPart, DecodingOrder, OpenVLAPolicy
+from unirl.models.openvla.network import Config, DecisionPart, DecodingOrder, OpenVLAPolicy
 from unirl.models.openvla.vision_towers import TOWERS
 from unirl.models.policies.bundle import POLICY, ActionBundle, positive, shapes_of
-from unirl.models.policies.networks import Outputs
-from unirl.models.policies.stage import ActionStage
-from unirl.models.value_head import TokenValueHead
+from unirl.models.policies.stage import InstructedStage
 from unirl.types.device import CPU
-from unirl.types.environments import INSTRUCTION, ContinuousActions, Observations
+from unirl.types.environments import INSTRUCTION, ContinuousActions
 from unirl.types.facts import ActionFacts
 from unirl.types.protocols import TORCH_DTYPES, DtypeName
 
@@ -163,9 +160,9 @@ class OpenVLABundle(ActionBundle):
             width=network.language_model.config.hidden_size,
         )
 
-    def stage(self) -> OpenVLAStage:
+    def stage(self) -> InstructedStage:
         width = self.config["text_config"]["hidden_size"]
-        return OpenVLAStage(
+        return InstructedStage(
             self.trainable(), self.facts, Prompter(self.tokenizer, self.prompt_tokens), width, self.dtype
         )
 
@@ -273,35 +270,6 @@ class Prompter:
         tokens: list[int] = self.tokenizer(PROMPT.format(task=task.lower())).input_ids
         space = self.tokenizer.convert_tokens_to_ids(SPACE)
         return tokens if tokens[-1] == space else [*tokens, space]
-
-
-class OpenVLAStage(ActionStage):
-    """Decides and replays with OpenVLA. A value is a function of the state from which the first token is predicted."""
-
-    def __init__(
-        self, network: nn.Module, facts: ActionFacts, prompter: Prompter, width: int, autocast_dtype: torch.dtype
-    ) -> None:
-        """
-        Args:
-            width: D of the states of the language model.
-        """
-        super().__init__(network, facts, depth=1, activation="silu")
-        self.prompter, self.width, self.autocast_dtype = prompter, width, autocast_dtype
-
-    def instructions(self, texts: Sequence[str]) -> Observations:
-        return {INSTRUCTION: self.prompter(texts)}
-
-    def build_value_head(self, width: int, seed: int) -> nn.Module:
-        return TokenValueHead.of(self.width, width, seed)
-
-    def _values(self, head: nn.Module, observations: Observations, outputs: Outputs, gradient: ValueGradient) -> Tensor:
-        hidden = outputs[HIDDEN]
-        return head(self._rows(hidden.detach() if gradient == "head" else hidden, len(hidden), self._device()))
-
-    def _forward(self, observations: Observations, **arguments: Any) -> Outputs:
-        device, is_lower = self._device().type, self.autocast_dtype != torch.float32
-        with torch.autocast(device, self.autocast_dtype, enabled=is_lower):
-            return super()._forward(observations, **arguments)
 
 
 def facts_of(

@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 
 from unirl.models.openvla.actions import ActionScale, bin_centres
 from unirl.models.openvla.vision_towers import Projector, VisionBackbone
-from unirl.models.policies.networks import PARTS, Outputs, PolicyNetwork
+from unirl.models.policies.networks import HIDDEN, PARTS, Outputs, PolicyNetwork
 from unirl.types.environments import INSTRUCTION, ContinuousActions, Observations
 
 if TYPE_CHECKING:
@@ -30,8 +30,6 @@ DecisionPart = Literal["token", "action", "chunk"]
 Config = Mapping[str, Any]
 END = 2
 """`</s>` of Llama 2, which follows the action tokens of a sequence that is decoded in parallel."""
-HIDDEN = "hidden"
-"""The output with the states from which values are computed."""
 
 
 class OpenVLAPolicy(PolicyNetwork):

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, interpolate, scaled_dot_product_attention
+from torch.nn.functional import gelu, scaled_dot_product_attention
+
+from unirl.models.policies.networks import resized
 
 EPS = 1e-6
 """Added to the variance in the layer norms."""
@@ -155,11 +157,7 @@ class VisionTower(nn.Module):
 
     def prepared(self, images: Tensor) -> Tensor:
         """[N, 3, side, side] fp32: resized to whole levels as PIL does it, then normalised."""
-        levels = images.float()
-        height, side = levels.shape[-2], self.image_size
-        for size in ((height, side), (side, side)):  # PIL rounds after the first direction, too
-            if levels.shape[-2:] != size:
-                levels = interpolate(levels, size, mode="bicubic", antialias=True).round().clamp(0, 255)
+        levels = resized(images, self.image_size)
         mean, std = (levels.new_tensor(values)[:, None, None] for values in (self.sizes.mean, self.sizes.std))
         return (levels / 255 - mean) / std
 

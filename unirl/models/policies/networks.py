@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical, Normal
-from torch.nn.functional import softplus
+from torch.nn.functional import interpolate, softplus
 
 from unirl.config.errors import IncompatibleError, InvalidValueError
 from unirl.types.environments import ActionSpace, ContinuousActions, DiscreteActions, Observations
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 Outputs = dict[str, Tensor]
 PARTS = "parts"
 """The output with the log-probs [N, U] of the parts of a decision, such as its tokens. Their sum is `logp`."""
+HIDDEN = "hidden"
+"""The output with the states [N, D] from which values are computed, of a policy that makes such states."""
 Activation = Literal["tanh", "relu", "silu"]
 Initial = Literal["orthogonal", "uniform"]
 """How the layers of an encoder start: `initialise`, or as layers of torch do, with random weights and biases."""
@@ -137,6 +139,16 @@ def unit_scaled(image: Tensor) -> Tensor:
     return image.float() / 255 if image.dtype == torch.uint8 else image
 
 
+def resized(images: Tensor, side: int) -> Tensor:
+    """[N, C, side, side] float32 whole levels from 0 to 255, from images [N, C, H, W] as PIL resizes them (bicubic)."""
+    levels = images.float()
+    height = levels.shape[-2]
+    for size in ((height, side), (side, side)):  # PIL rounds after the first direction, too
+        if levels.shape[-2:] != size:
+            levels = interpolate(levels, size, mode="bicubic", antialias=True).round().clamp(0, 255)
+    return levels
+
+
 def initialise(module: nn.Module, gain: float) -> None:
     """Orthogonal weights and biases of zero (Saxe et al. 2014, arXiv:1312.6120). Uses torch's generator."""
     for layer in module.modules():
@@ -184,28 +196,32 @@ class PolicyNetwork(nn.Module):
         if actions is None:
             assert noise is not None, "new actions need noise"
             actions = (self.likeliest if deterministic else self.draw)(parameters, noise)
-        outputs = {"actions": actions, "logp": self.log_prob(parameters, actions)}
+        outputs = {"actions": actions, "logp": self.log_prob(parameters, actions), **self.states(parameters)}
         return outputs | ({"entropy": self.entropy(parameters)} if entropy else {})
 
     @abstractmethod
-    def parameters_of(self, observations: Observations) -> Tensor:
-        """The parameters of the distribution [N, ...]."""
+    def parameters_of(self, observations: Observations) -> Any:
+        """The parameters of the distribution: a tensor [N, ...], or a tuple of such tensors."""
 
     @abstractmethod
-    def draw(self, parameters: Tensor, noise: Tensor) -> Tensor:
+    def draw(self, parameters: Any, noise: Tensor) -> Tensor:
         """[N, ...] an action for each row, as it is recorded."""
 
     @abstractmethod
-    def likeliest(self, parameters: Tensor, noise: Tensor) -> Tensor:
+    def likeliest(self, parameters: Any, noise: Tensor) -> Tensor:
         """[N, ...] the action of highest density, as it is recorded."""
 
     @abstractmethod
-    def log_prob(self, parameters: Tensor, actions: Tensor) -> Float[Tensor, "N"]:
+    def log_prob(self, parameters: Any, actions: Tensor) -> Float[Tensor, "N"]:
         """[N] log-probs of recorded actions, nats, summed over the dimensions of an action."""
 
     @abstractmethod
-    def entropy(self, parameters: Tensor) -> Float[Tensor, "N"]:
+    def entropy(self, parameters: Any) -> Float[Tensor, "N"]:
         """[N] entropy, nats."""
+
+    def states(self, parameters: Any) -> Outputs:
+        """`HIDDEN`, if values are computed from a state of this network. Empty otherwise."""
+        return {}
 
     def executed(self, actions: Shaped[Tensor, "N *recorded"]) -> Shaped[Tensor, "N chunk *action"]:
         """What the environment gets of recorded actions, one after another."""

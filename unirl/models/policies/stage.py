@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +12,13 @@ from torch import Tensor, nn
 from unirl.models.base import CanaryOutput
 from unirl.models.chunks import padded_rows
 from unirl.models.language.stage import TokenReplay, ValueGradient
-from unirl.models.policies.networks import PARTS, Activation, ObservationValueHead, Outputs, PolicyNetwork
+from unirl.models.policies.networks import HIDDEN, PARTS, Activation, ObservationValueHead, Outputs, PolicyNetwork
+from unirl.models.value_head import TokenValueHead
 from unirl.sde.noise import key_seed
 from unirl.types.batch import Batch, row, take_rows
 from unirl.types.conditions import Conditions
 from unirl.types.device import to_device, to_host
-from unirl.types.environments import Observations
+from unirl.types.environments import INSTRUCTION, Observations
 from unirl.types.facts import ActionFacts
 from unirl.types.segments import ActionSegment
 
@@ -144,3 +146,38 @@ class ActionStage:
         if count % self.facts.batch_multiple == 0:
             return values
         return take_rows(values, padded_rows(count, self.facts.batch_multiple))
+
+
+class InstructedStage(ActionStage):
+    """Decides and replays with a policy that reads instructions. A value is a function of its output `HIDDEN`."""
+
+    def __init__(
+        self,
+        network: nn.Module,
+        facts: ActionFacts,
+        prompter: Callable[[Sequence[str]], Tensor],
+        width: int,
+        autocast_dtype: torch.dtype,
+    ) -> None:
+        """
+        Args:
+            prompter: turns the texts of tasks into tokens [B, L].
+            width: D of the states `HIDDEN`.
+        """
+        super().__init__(network, facts, depth=1, activation="silu")
+        self.prompter, self.width, self.autocast_dtype = prompter, width, autocast_dtype
+
+    def instructions(self, texts: Sequence[str]) -> Observations:
+        return {INSTRUCTION: self.prompter(texts)}
+
+    def build_value_head(self, width: int, seed: int) -> nn.Module:
+        return TokenValueHead.of(self.width, width, seed)
+
+    def _values(self, head: nn.Module, observations: Observations, outputs: Outputs, gradient: ValueGradient) -> Tensor:
+        hidden = outputs[HIDDEN]
+        return head(self._rows(hidden.detach() if gradient == "head" else hidden, len(hidden), self._device()))
+
+    def _forward(self, observations: Observations, **arguments: Any) -> Outputs:
+        device, is_lower = self._device().type, self.autocast_dtype != torch.float32
+        with torch.autocast(device, self.autocast_dtype, enabled=is_lower):
+            return super()._forward(observations, **arguments)

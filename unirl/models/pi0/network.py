@@ -1,0 +1,242 @@
+"""pi0 as a flow policy over chunks of actions. Black et al. 2024 (arXiv:2410.24164), in the classes of transformers.
+
+    images, instruction --PaliGemma--> keys and values of every layer, the prefix
+    state of the robot  --expert-----> its keys and values beside those of the prefix
+    x, sigma            --expert-----> the velocity, which attends to all of these
+
+Neither the prefix nor the state attends to x, so both are computed once for each decision. An instruction has a fixed
+number of places and stands at their start; empty places are masked and have no position, so that a row does not depend
+on how long the instructions of other rows are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from unirl.config.errors import InvalidValueError
+from unirl.models.policies.flow import Features, FlowChain
+from unirl.models.policies.networks import HIDDEN, Outputs, resized
+from unirl.types.environments import INSTRUCTION, STATE, ContinuousActions, Observations
+from unirl.types.protocols import Kernel
+
+if TYPE_CHECKING:
+    from transformers import PI0ForConditionalGeneration
+
+CountedEntries = Literal["executed", "all"]
+EPS = 1e-8
+"""Added to a std, as PI0Processor does."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Mean and std of the data, by which numbers of a robot become those of the network."""
+
+    mean: Tensor  # [n]
+    std: Tensor  # [n]
+
+    @classmethod
+    def of(cls, statistics: Mapping[str, Any], name: str, size: int, key: str, place: str) -> Scale:
+        """`<name>_mean` and `<name>_std` of a processor's file. Without both, numbers stay as they are.
+
+        Args:
+            size: n.
+            key: the setting of the bundle that gives n, for errors.
+
+        Raises:
+            InvalidValueError: 2004, the statistics have another number of entries.
+        """
+        mean, std = (statistics.get(f"{name}_{part}") for part in ("mean", "std"))
+        if mean is None or std is None:
+            return cls(torch.zeros(size), torch.ones(size) - EPS)
+        if len(mean) != size or len(std) != size:
+            raise InvalidValueError(
+                f"{key}={size}: {place} has {name}_mean of {len(mean)} and {name}_std of {len(std)} numbers. Set "
+                f"{key}={len(mean)}, or give statistics of the robot of this recipe"
+            )
+        return cls(torch.tensor(mean).float(), torch.tensor(std).float())
+
+
+class WrittenLayers:
+    """Takes the place of a cache of transformers, and keeps the keys and values of one forward by their layer.
+
+    Unlike a cache it is not changed when activation checkpointing runs a layer again.
+    """
+
+    def __init__(self) -> None:
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, **options: object) -> tuple[Tensor, Tensor]:
+        """The keys and values [N, heads, T, d] that the layer attends to."""
+        self.layers.setdefault(layer, (keys, values))
+        return keys, values
+
+    def stacked(self, output: Tensor) -> Tensor:
+        """[N, 2 L, heads, T, d] keys and values of L layers, in turn.
+
+        Args:
+            output: of the forward that wrote them.
+        """
+        parts = [part for layer in sorted(self.layers) for part in self.layers[layer]]
+        tied: Tensor = _Tied.apply(torch.stack(parts, dim=1), output)
+        return tied
+
+
+class _Tied(torch.autograd.Function):
+    """`stored` as it is. The gradient also runs, as zeros, into the `output` of the forward that made it.
+
+    Keys and values leave a block beside its output. FSDP2 gathers the weights of a block when the gradient of its
+    output arrives, so there must be one, and it must arrive before that of its keys is used.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, stored: Tensor, output: Tensor) -> Tensor:
+        ctx.output = output.shape, output.dtype
+        return stored.view_as(stored)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        shape, dtype = ctx.output
+        return gradient, gradient.new_zeros(shape, dtype=dtype)
+
+
+class ReadLayers(WrittenLayers):
+    """The same, where every layer also attends to stored keys and values [N, 2 L, heads, P, d] before its own."""
+
+    def __init__(self, stored: Tensor) -> None:
+        super().__init__()
+        self.stored = stored
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, **options: object) -> tuple[Tensor, Tensor]:
+        super().update(keys, values, layer)
+        before = self.stored[:, 2 * layer], self.stored[:, 2 * layer + 1]
+        return torch.cat([before[0], keys], dim=2), torch.cat([before[1], values], dim=2)
+
+
+class Pi0Policy(FlowChain):
+    """A flow policy of chunks of H actions of D numbers, of which the environment gets the first C actions of A.
+
+    Recorded is the whole chain [N, K + 1, H D], since the velocity of each number depends on all of them. The density
+    of a chain is the product over all numbers (`logp_of: all`). The numbers that no environment gets change nothing
+    but the noise of the importance ratio, so by default the log-prob sums over the C A executed numbers alone, as in
+    RLinf (pi-RL, arXiv:2510.25889): the conditional density of each of them given the whole point before it.
+    """
+
+    def __init__(
+        self,
+        network: PI0ForConditionalGeneration,
+        *,
+        cameras: Sequence[str],
+        actions: int,
+        chunk: int,
+        num_steps: int,
+        kernel: Kernel | None,
+        logp_of: CountedEntries,
+        state: Scale,
+        action: Scale,
+    ) -> None:
+        """
+        Args:
+            cameras: keys of the observations that are images, in the order in which the network reads them.
+            actions: A.
+            chunk: C.
+            num_steps: K.
+            logp_of: the numbers of a step whose log-prob counts.
+            state, action: the scales of the robot's state and actions.
+        """
+        config = network.config
+        size = config.chunk_size * config.max_action_dim
+        super().__init__(ContinuousActions(actions), size=size, num_steps=num_steps, chunk=chunk, kernel=kernel)
+        self.horizon, self.width, self.state_width = config.chunk_size, config.max_action_dim, config.max_state_dim
+        self.cameras, self.logp_of, self.scale = tuple(cameras), logp_of, action
+        self.image_size = config.vlm_config.vision_config.image_size
+        self.register_buffer("state_mean", state.mean, persistent=False)
+        self.register_buffer("state_std", state.std, persistent=False)
+        self.pi0 = network
+
+    def freeze(self, train: Literal["expert", "all"]) -> None:
+        """Leave what is trained with a gradient: the expert with its projections, or PaliGemma, too.
+
+        The embeddings of the expert's vocabulary never run, as in the published checkpoint.
+        """
+        model = self.pi0.model
+        model.vlm.requires_grad_(train == "all")
+        model.dit.embed_tokens.requires_grad_(False)
+
+    # The parts of the network
+
+    def parameters_of(self, observations: Observations) -> Features:
+        """Keys and values [N, 2 L, heads, P, d], bool [N, P] of real tokens, state [N, S], its output [N, W]."""
+        is_trained = any(parameter.requires_grad for parameter in self.pi0.model.vlm.parameters())
+        with torch.set_grad_enabled(torch.is_grad_enabled() and is_trained):
+            prefix, seen = self._prefix(observations)
+        mean, std = self.get_buffer("state_mean"), self.get_buffer("state_std")
+        numbers = (observations[STATE].float() - mean) / (std + EPS)
+        state = pad(numbers, (0, self.state_width - numbers.shape[1]))
+        seen = torch.cat([seen, seen.new_ones(len(seen), 1)], dim=1)
+        layers = ReadLayers(prefix)
+        projected = self.pi0.embed_action_time.state_proj(state)[:, None]
+        output = self._run(self.pi0.model.dit, projected, seen, layers)
+        return torch.cat([prefix, layers.stacked(output)], dim=3), seen, state, output[:, 0].float()
+
+    def states(self, parameters: Features) -> Outputs:
+        """`HIDDEN` [N, W]: the output of the expert at the state of the robot, which depends on no action."""
+        return {HIDDEN: parameters[3]}
+
+    def velocity(self, features: Features, x: Tensor, sigma: Tensor) -> Tensor:
+        stored, seen, state, _ = features
+        points = x.unflatten(1, (self.horizon, self.width))
+        inputs = self.pi0.embed_action_time(state, points, sigma)[:, 1:]
+        seen = torch.cat([seen, seen.new_ones(len(seen), self.horizon)], dim=1)
+        output = self._run(self.pi0.model.dit, inputs, seen, ReadLayers(stored))
+        return self.pi0.action_out_proj(output).float().flatten(1)
+
+    def prepared(self, images: Tensor) -> Tensor:
+        """[N, 3, side, side] in [-1, 1] from levels [N, 3, H, H] from 0 to 255."""
+        return resized(images, self.image_size) / 127.5 - 1
+
+    def _prefix(self, observations: Observations) -> tuple[Tensor, Tensor]:
+        """Keys and values [N, 2 L, heads, P, d] of images and instruction, and bool [N, P] of real tokens."""
+        vlm, words = self.pi0.model.vlm, observations[INSTRUCTION]
+        text = vlm.get_input_embeddings()(words.clamp(min=0))
+        shown = [vlm.get_image_features(self.prepared(observations[key])).pooler_output for key in self.cameras]
+        inputs = torch.cat([*(part.to(text.dtype) for part in shown), text], dim=1)
+        seen = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
+        seen[:, inputs.shape[1] - words.shape[1] :] = words >= 0
+        layers = WrittenLayers()
+        output = self._run(vlm.language_model, inputs, seen, layers)
+        return layers.stacked(output), seen
+
+    def _run(self, decoder: Any, inputs: Tensor, seen: Tensor, layers: WrittenLayers) -> Tensor:
+        """Outputs [N, Q, W] of a decoder for the last Q tokens, which attend to all real ones of `seen` [N, T]."""
+        count = inputs.shape[1]
+        output: Tensor = decoder(
+            inputs_embeds=inputs,
+            attention_mask=seen[:, None, None, :].expand(-1, 1, count, -1),
+            position_ids=(seen.cumsum(1) - 1).clamp(min=0)[:, -count:],
+            cache=layers,
+            use_cache=True,
+        ).last_hidden_state
+        return output
+
+    # The chain
+
+    @property
+    def num_counted(self) -> int:
+        return self.chunk * self.action_size if self.logp_of == "executed" else self.size
+
+    def counted(self, x: Tensor) -> Tensor:
+        return self._first(x).flatten(1) if self.logp_of == "executed" else x
+
+    def executed(self, actions: Tensor) -> Tensor:
+        """[N, C, A] actions of the robot. An environment clips what is beyond its own bounds."""
+        return self._first(actions[:, -1]) * (self.scale.std + EPS) + self.scale.mean
+
+    def _first(self, x: Tensor) -> Tensor:
+        """[N, C, A] what an environment gets of x [N, H D]."""
+        return x.unflatten(1, (self.horizon, self.width))[:, : self.chunk, : self.action_size]

@@ -4,8 +4,9 @@
     python benchmarks/control.py --json benchmarks/control.json --tasks reacher_sac --systems unirl
 
 Both systems have one thread, networks of the same sizes, the same discount, rates and batch sizes, and are judged by
-the most likely actions on 16 starts. A run is a process of its own; its seconds are those of training, without imports
-and evaluations. The file keeps the runs that it has; the script adds those that are missing. Needs stable-baselines3.
+the most likely actions on the same 16 starts, those of our evaluations. A run is a process of its own; its seconds are
+those of training, without imports and evaluations. The file keeps the runs that it has; the script adds those that are
+missing. Needs stable-baselines3.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.harness import machine  # noqa: E402
+from unirl.config.recipe import EvaluationConfig  # noqa: E402
+from unirl.data.environment_starts import EnvironmentStarts  # noqa: E402
+from unirl.models.policies.pipeline import start_seed  # noqa: E402
+from unirl.sde.noise import NoiseSource  # noqa: E402
 
 STARTS = 16
 
@@ -41,11 +46,14 @@ class Task:
     rollouts: int
     evaluations: int
     algorithm: str
+    """The algorithm of Stable-Baselines3; empty if it has none."""
     theirs: Mapping[str, Any]
-    """Arguments of Stable-Baselines3's algorithm."""
+    """Its arguments."""
     overrides: tuple[str, ...] = ()
     environments: int = 1
     network: Mapping[str, Any] = field(default_factory=dict)
+    normalized: bool = False
+    """Stable-Baselines3 normalizes observations and rewards, as our recipe does."""
 
     @property
     def every(self) -> int:
@@ -67,18 +75,31 @@ TASKS = {
         network={"net_arch": [256, 256]},
     ),
     "reacher_sac": Task(
-        "Reacher-v5", "embodied/reacher_sac", 50, 400, 8, "SAC",
+        "Reacher-v5", "embodied/reacher_sac", 50, 200, 8, "SAC",
         {"learning_rate": 3e-4, "learning_starts": 1000, **EPISODES},
         network={"net_arch": [256, 256]},
+    ),
+    "halfcheetah_ppo": Task(
+        "HalfCheetah-v5", "embodied/halfcheetah_ppo", 2000, 50, 5, "PPO",
+        {"learning_rate": 3e-4, "n_steps": 1000, "batch_size": 64, "n_epochs": 10, "ent_coef": 0.0},
+        environments=2, normalized=True,
+        network={"net_arch": {"pi": [64, 64], "vf": [64, 64]}, "log_std_init": -0.5},
     ),
     "halfcheetah_sac": Task(
-        "HalfCheetah-v5", "embodied/halfcheetah_sac", 1000, 20, 4, "SAC",
+        "HalfCheetah-v5", "embodied/halfcheetah_sac", 1000, 10, 5, "SAC",
         {"learning_rate": 3e-4, "learning_starts": 1000, **EPISODES},
         network={"net_arch": [256, 256]},
     ),
+    "halfcheetah_crossq": Task("HalfCheetah-v5", "embodied/halfcheetah_crossq", 1000, 10, 5, "", {}),
 }  # fmt: skip
 Curve = list[tuple[int, float]]
 """Environment steps, and the mean return there."""
+
+
+def start_seeds() -> list[int]:
+    """The seeds of the starts of our evaluations."""
+    noise = NoiseSource(EvaluationConfig().seed, "eval", 0)
+    return [start_seed(noise, prompt.group_id) for prompt in EnvironmentStarts().eval_prompts(STARTS)]
 
 
 def ours(task: Task, seed: int) -> tuple[Curve, float]:
@@ -110,9 +131,12 @@ def theirs(task: Task, seed: int) -> tuple[Curve, float]:
     import stable_baselines3 as sb3
     import torch
     from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 
     torch.set_num_threads(1)
-    environments = make_vec_env(task.id, n_envs=task.environments, seed=seed)
+    environments: VecEnv = make_vec_env(task.id, n_envs=task.environments, seed=seed)
+    if task.normalized:
+        environments = VecNormalize(environments)
     model = getattr(sb3, task.algorithm)(
         "MlpPolicy", environments, seed=seed, device="cpu", policy_kwargs=dict(task.network), **task.theirs
     )
@@ -120,10 +144,12 @@ def theirs(task: Task, seed: int) -> tuple[Curve, float]:
 
     def mean_return() -> float:
         total = 0.0
-        for start in range(STARTS):
-            observation, _ = judge.reset(seed=10_000 + start)
+        for start in start_seeds():
+            observation, _ = judge.reset(seed=start)
             over = False
             while not over:
+                if isinstance(environments, VecNormalize):
+                    observation = environments.normalize_obs(observation)
                 action, _ = model.predict(observation, deterministic=True)
                 observation, reward, terminated, truncated, _ = judge.step(action)
                 total += float(reward)
@@ -189,7 +215,7 @@ def main() -> None:
     for name in options.tasks:
         for seed in options.seeds:
             for system in options.systems:
-                if (name, system, seed) in done:
+                if (name, system, seed) in done or (system == "sb3" and not TASKS[name].algorithm):
                     continue
                 known.append(run_of(name, system, seed))
                 print(json.dumps(known[-1]), flush=True)

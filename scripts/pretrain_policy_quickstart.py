@@ -19,9 +19,9 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from unirl.envs.metaworld import MetaWorldEnvironment, expert_of  # noqa: E402
+from unirl.envs.metaworld import MetaWorldEnvironment, MetaWorldExpert  # noqa: E402
 from unirl.models.policies.bundle import SHIPPED, FlowBundle  # noqa: E402
-from unirl.models.policies.flow import FlowPolicy, matching_loss  # noqa: E402
+from unirl.models.policies.flow import FlowPolicy  # noqa: E402
 from unirl.sde.noise import key_seed  # noqa: E402
 from unirl.types.environments import STATE, EpisodeStart  # noqa: E402
 
@@ -34,14 +34,14 @@ NOISE = 0.3
 
 def demonstrations(count: int, seed: int) -> tuple[Tensor, Tensor]:
     """Observations [N, D] and the expert's next CHUNK actions [N, CHUNK A] in `count` episodes."""
-    env, expert = MetaWorldEnvironment(task=TASK), expert_of(TASK)
+    env, expert = MetaWorldEnvironment(task=TASK), MetaWorldExpert(task=TASK)
     generator = torch.Generator().manual_seed(key_seed(seed, "demonstrations"))
     observations, chunks = [], []
     for episode in range(count):
         state = env.reset([0], [EpisodeStart(seed=key_seed(seed, f"demonstration{episode}"))])[STATE]
         states, actions = [], []
         for _ in range(STEPS):
-            action = expert(state[0]).clamp(-1, 1)
+            action = expert.label({STATE: state})[0]
             states.append(state[0])
             actions.append(action)
             noisy = action + NOISE * torch.randn(len(action), generator=generator)
@@ -74,7 +74,8 @@ def main() -> int:
         rows = torch.randint(len(observations), (256,), generator=generator)
         eps = torch.randn(256, targets.shape[1], generator=generator)
         sigma = torch.rand(256, generator=generator)
-        loss = matching_loss(policy, {STATE: observations[rows]}, targets[rows], eps, sigma).mean()
+        chunks = targets[rows].unflatten(1, (CHUNK, -1))
+        loss = policy.imitation({STATE: observations[rows]}, chunks, eps[:, None], sigma).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -75,7 +75,7 @@ CHAINS: Mapping[str, tuple[str, str, Sequence[str]]] = {
 """The label of each family that samples several tracks, its recipe, and its tracks, which continue each other."""
 POLICIES: Mapping[str, tuple[str, str]] = {
     "categorical": ("networks of vectors, discrete actions", "embodied/cartpole_ppo"),
-    "gaussian": ("networks of vectors, continuous actions", "embodied/halfcheetah_ppo"),
+    "gaussian": ("networks of vectors, continuous actions", "embodied/metaworld_reach_ppo"),
     "flow": ("flow policy, chunks of actions", "embodied/quickstart"),
     "pixels": ("networks of images, continuous actions", "embodied/pixel_reach_ppo"),
     "openvla": ("OpenVLA-OFT, chunks of action tokens", "embodied/maniskill_pickcube_ppo_openvla_oft"),

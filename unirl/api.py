@@ -25,6 +25,7 @@ from unirl.config.errors import UsageError
 from unirl.config.failures import Session
 from unirl.config.load import Recipe, load
 from unirl.plan.preflight import preflight
+from unirl.tracking.record import RunRecord
 from unirl.tracking.tables import read_rows
 from unirl.trainer.assemble import build_trainer
 from unirl.trainer.export import ExportedFile, export_checkpoint
@@ -51,9 +52,7 @@ class TrainingResult:
     @property
     def evaluations(self) -> list[dict[str, float]]:
         """The metrics of every evaluation, in order, with the number of finished steps as `step`."""
-        files = sorted(self.directory.glob("eval/step-*/scores.json"))
-        scores = [json.loads(file.read_text()) for file in files]
-        return [{"step": score["step"], **score["metrics"]} for score in scores]
+        return [{**row, "step": int(row["step"])} for row in RunRecord(self.directory).evaluations]
 
     @property
     def samples(self) -> list[dict[str, Any]]:

@@ -101,7 +101,7 @@ def gradients_by_hand(settings: dict[str, Any], stage: ActionStage, batch: Trans
     actor_loss = (alpha.detach() * logp - worth).mean()
     found["policy"] = list(torch.autograd.grad(actor_loss, list(stage.network.parameters()), retain_graph=True))
     if loss.learn_alpha:
-        alpha_loss = -(alpha * (logp.detach() - 2.0)).mean()  # H = -2, the dimensions of an action
+        alpha_loss = -(critics.log_alpha * (logp.detach() - 2.0)).mean()  # H = -2, the dimensions of an action
         found["alpha"] = list(torch.autograd.grad(alpha_loss, [critics.log_alpha]))
     return found
 
@@ -113,7 +113,7 @@ def test_gradients_of_the_joint_backward_are_those_of_the_published_losses(kind:
     expected = gradients_by_hand(settings, stage, batch)
     stage = stage_with_critics(SAC(**settings))  # with running statistics that nobody moved
     critics = critics_of(stage)
-    loss, _ = SAC(**settings).transition_loss(stage, batch, generator())
+    loss = SAC(**settings).transition_loss(stage, batch, generator()).loss
     loss.backward()
     groups = {"critics": critics.q_parameters().values(), "policy": stage.network.parameters()}
     for name, parameters in {**groups, "alpha": [critics.log_alpha]}.items():
@@ -139,15 +139,15 @@ def test_targets_move_by_tau_and_start_equal() -> None:
 
 def test_the_temperature_rests_where_the_entropy_is_the_target() -> None:
     stage = stage_with_critics(SAC())
-    _, parts = SAC().transition_loss(stage, transitions(), generator())
+    parts = SAC().transition_loss(stage, transitions(), generator()).parts
     resting = SAC(target_entropy=float(parts["entropy"]))
-    loss, _ = resting.transition_loss(stage, transitions(), generator())
+    loss = resting.transition_loss(stage, transitions(), generator()).loss
     loss.backward()
     assert critics_of(stage).log_alpha.grad == pytest.approx(0.0, abs=1e-6)
     for shift, sign in ((1.0, -1.0), (-1.0, 1.0)):  # too little entropy raises the temperature, too much lowers it
         critics_of(stage).log_alpha.grad = None
         wanted = SAC(target_entropy=float(parts["entropy"]) + shift)
-        wanted.transition_loss(stage, transitions(), generator())[0].backward()
+        wanted.transition_loss(stage, transitions(), generator()).loss.backward()
         assert float(critics_of(stage).log_alpha.grad) * sign > 0  # type: ignore[arg-type]
 
 

@@ -426,3 +426,19 @@ def test_an_option_is_also_that_of_one_of_several_policies():
     assert tree["ar"]["rollout"]["_target_"].endswith("ReplicaRolloutEngine") and tree["ar"]["sync"]
     assert tree["diffusion"]["rollout"]["_target_"].endswith("TrainsideRolloutEngine")
     assert "sync" not in tree["diffusion"]
+
+
+def test_the_origins_that_a_run_records_name_file_and_line_variable_or_command_line(monkeypatch):
+    monkeypatch.setenv("PRETRAINED_MODEL", "/models/mine")
+    recipe = load("diffusion/sd3_trainside", ["scale=toy", "num_rollouts=3", "sampling.guidance_scale=2.0"])
+    origins = recipe.origins()
+    assert origins["num_rollouts"] == origins["sampling.guidance_scale"] == {"source": "command line", "place": ""}
+    assert {origin["source"] for origin in origins.values()} >= {"recipe", "scale=toy", "command line"}
+    file, _, line = origins["algorithm._target_"]["place"].partition(":")
+    path = find_recipe("diffusion/sd3_trainside").path
+    assert file == path.name
+    assert "DiffusionGRPO" in path.read_text().splitlines()[int(line) - 1]
+    full = load("diffusion/sd3_trainside").origins()
+    assert full["bundle.path"]["source"] == "environment"
+    assert full["bundle.path"]["place"].startswith("PRETRAINED_MODEL")
+    assert "sampling.negative_prompt" not in full  # a default

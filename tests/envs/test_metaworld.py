@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 
 from unirl.config.errors import InvalidValueError
-from unirl.envs.metaworld import MetaWorldEnvironment, expert_of
+from unirl.envs.metaworld import MetaWorldEnvironment, MetaWorldExpert
 from unirl.types.environments import EpisodeStart
 
 GOAL = slice(36, 39)
@@ -28,17 +26,16 @@ def test_the_seed_decides_the_goal_in_any_slot() -> None:
 
 @pytest.mark.parametrize("task", ["reach-v3", "push-v3"])
 def test_the_scripted_expert_succeeds_and_the_limit_truncates(task: str) -> None:
-    env, expert = MetaWorldEnvironment(task=task, max_steps=120), expert_of(task)
-    state, succeeded = env.reset([0], starts(3))["state"], False
+    env, expert = MetaWorldEnvironment(task=task, max_steps=120), MetaWorldExpert(task=task)
+    seen, succeeded = env.reset([0], starts(3)), False
     for _ in range(120):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the expert asks for more than an action can be
-            action = expert(state[0])
-        step = env.step([0], action[None])
-        state, succeeded = step.observations["state"], succeeded or bool(step.success)
+        step = env.step([0], expert.label(seen))
+        seen, succeeded = step.observations, succeeded or bool(step.success)
     assert succeeded and bool(step.truncated) and not bool(step.terminated)
 
 
 def test_a_task_that_does_not_exist_is_named() -> None:
+    with pytest.raises(InvalidValueError, match=r"pipeline.expert.task=reach-v9 .* Did you mean 'reach-v3'"):
+        MetaWorldExpert(task="reach-v9")
     with pytest.raises(InvalidValueError, match=r"task=reach-v9 is no task of Meta-World\. Did you mean 'reach-v3'"):
         MetaWorldEnvironment(task="reach-v9")

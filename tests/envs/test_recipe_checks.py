@@ -50,7 +50,12 @@ def no_bundle_is_built(monkeypatch):
             "2 continuous actions, .* CategoricalBundle",
         ),
         (PPO, [f"pipeline.env.id={LQR}", "bundle.observations=3"], 2020, "2 discrete actions, .* 1 continuous actions"),
-        (PPO, ["stack._target_=unirl.train.replay_stack.ReplayStack"], 2020, "kind SAC, and algorithm is ActionPPO"),
+        (
+            PPO,
+            ["stack._target_=unirl.train.replay_stack.ReplayStack"],
+            2020,
+            "kind TransitionLoss, and algorithm is",
+        ),
         (PPO, ["stack.num_updates_per_batch=2"], 2020, "set stack.epochs and stack.minibatch_size"),
         (SAC, [f"stack={{_target_: {STACK}}}"], 2020, "SAC trains on transitions .*replay_stack.ReplayStack"),
         (SAC, ["bundle.squashed=false"], 2020, "has a GaussianPolicy. .* squashed: true"),
@@ -69,6 +74,27 @@ def no_bundle_is_built(monkeypatch):
             2020,
             "the entropy of a SquashedGaussianPolicy has no closed form",
         ),
+        (
+            SAC,
+            [
+                "bundle.observations={pixels: [3, 24, 24]}",
+                "bundle.actions=2",
+                "pipeline.env={_target_: unirl.envs.pixel_reach.PixelReachEnvironment}",
+            ],
+            2020,
+            "pixels is an image, and these critics read vectors",
+        ),
+        (
+            "embodied/maniskill_pickcube_ppo_openvla_oft",
+            [
+                "scale=toy",
+                "algorithm={_target_: unirl.algorithms.sac.SAC}",
+                "stack={_target_: unirl.train.replay_stack.ReplayStack}",
+            ],
+            2020,
+            "trains squashed Gaussian policies, and the bundle has a openvla",
+        ),
+        (SAC, ["bundle.normalize=true"], 2020, "ReplayStack does not follow the statistics of observations"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(recipe, overrides, code, says):

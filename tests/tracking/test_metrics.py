@@ -26,7 +26,7 @@ NAMESPACES = {
     "mem",
     "queue",
 }
-READERS = {"unirl.tracking.metrics", "unirl.tracking.console"}
+READERS = {"unirl.tracking.metrics", "unirl.tracking.console", "unirl.trainer.watchdog"}
 """The tables themselves, and modules that only read metrics."""
 READING_METHODS = {"get", "startswith", "endswith", "removeprefix", "glob", "match"}
 FOR_OTHERS = {"custom/<name>"}

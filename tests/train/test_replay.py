@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from tests.off_policy import replay_stack, squashed_pipeline, transitions
 from tests.scripted_environment import request
 from unirl.algorithms.ar_grpo import ARGRPO
-from unirl.config.errors import DataError, IncompatibleError, ResumeError
+from unirl.algorithms.sac import critics_of
+from unirl.config.errors import IncompatibleError, ResumeError
+from unirl.data.demonstrations import DemonstrationsConfig, toy_segment
 from unirl.train.backend.health import not_finite
 from unirl.train.replay_stack import ReplayStack, num_updates
 from unirl.train.replay_store import ReplayConfig, ReplayStore
@@ -70,7 +72,7 @@ def test_a_full_ring_has_the_newest_transitions_and_its_saved_state_continues_it
     other.restore(store.state())
     for each in (store, other):
         each.add(transitions(3, seed=7))
-    draws = [each.sample(64, torch.Generator().manual_seed(1)).tensors() for each in (store, other)]
+    draws = [each.sample(64, torch.Generator().manual_seed(1)).transitions.tensors() for each in (store, other)]
     assert all(torch.equal(draws[0][name], draws[1][name]) for name in draws[0])
     with pytest.raises(ResumeError, match="capacity=11"):
         ReplayStore(ReplayConfig(capacity=11)).restore(store.state())
@@ -98,7 +100,7 @@ def test_a_restored_stack_continues_bit_for_bit(settings, tmp_path: Path) -> Non
     second.backend.load(str(tmp_path))
     weights = []
     for stack in (trained(first, 2), trained(second, 2)):
-        weights.append(dict(stack.backend.gather()) | stack.critics.state_dict() | dict(stack.replay.state()))
+        weights.append(dict(stack.backend.gather()) | critics_of(stack.stage).state_dict() | dict(stack.replay.state()))
     assert first.backend.version() > 0 and weights[0].keys() == weights[1].keys()
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
@@ -111,22 +113,57 @@ def test_warmup_collects_and_changes_no_weight() -> None:
     assert all(torch.equal(before[name], value) for name, value in stack.backend.gather().items())
 
 
-def test_half_of_a_minibatch_is_offline(tmp_path: Path) -> None:
-    file, offline = tmp_path / "offline.safetensors", transitions(50, seed=9)
-    save_file(offline.tensors(), file)
-    stack = replay_stack(squashed_pipeline(), offline=str(file), minibatch_size=10)
-    stack.replay.add(transitions(20))
-    batch = stack._minibatch(torch.Generator().manual_seed(0))
-    assert sum(float(reward) in offline.rewards.tolist() for reward in batch.rewards) == 5
+def offline(path: str = "toy", **settings: Any) -> ReplayStack:
+    return replay_stack(squashed_pipeline(), offline=DemonstrationsConfig(path=path), minibatch_size=10, **settings)
 
 
-def test_offline_data_of_another_shape_is_refused(tmp_path: Path) -> None:
-    file, offline = tmp_path / "offline.safetensors", transitions(5).tensors()
-    save_file(offline | {"observations.state": torch.zeros(5, 3)}, file)
-    with pytest.raises(DataError, match=r"shape \(3,\), and the policy reads \(2,\)"):
-        replay_stack(squashed_pipeline(), offline=str(file))
-    with pytest.raises(DataError, match="no such file"):
-        replay_stack(squashed_pipeline(), offline=str(tmp_path / "none"))
+@pytest.mark.parametrize(("share", "count"), [(0.5, 5), (0.3, 3), (1.0, 10)])
+def test_a_share_of_a_minibatch_is_offline(share, count) -> None:
+    stack = offline(offline_share=share)
+    shown = stack.demonstrations.columns["rewards"].tolist()
+    own = transitions(20)
+    stack.replay.add(own)
+    _, batch = stack._minibatch(torch.Generator().manual_seed(0))
+    assert sum(float(reward) in shown for reward in batch.rewards) == count
+    assert sum(float(reward) in own.rewards.tolist() for reward in batch.rewards) == 10 - count
+
+
+def test_demonstrated_actions_become_what_a_squashed_policy_executes() -> None:
+    stack = offline(store=ReplayConfig(n_step=3))
+    found, stored = toy_segment(stack.stage.facts), stack.demonstrations
+    executed = stack.stage.policy.executed(stored.columns["actions"])[:, 0]
+    assert torch.allclose(executed, found.actions[found.loss_mask].clamp(-0.999, 0.999), atol=1e-6)
+    own = transitions_of(found, torch.ones(len(found)), stack.loss.gamma, 3)
+    assert torch.equal(stored.columns["rewards"], own.rewards)
+
+
+def test_a_resumed_run_with_demonstrations_continues_and_checkpoints_have_their_digest_alone(tmp_path: Path) -> None:
+    first = trained(offline(), 0, 1)
+    first.backend.save(str(tmp_path))
+    saved = load_file(tmp_path / "kept.safetensors")
+    assert [name for name in saved if "demonstrations" in name] == ["0:demonstrations:digest"]
+    second = offline()
+    second.backend.load(str(tmp_path))
+    weights = [dict(trained(stack, 2).backend.gather()) for stack in (first, second)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_resumed_run_with_other_demonstrations_is_refused(tmp_path: Path, monkeypatch, before) -> None:
+    first = offline() if before else replay_stack(squashed_pipeline())
+    trained(first, 0).backend.save(str(tmp_path))
+    segment = toy_segment(first.stage.facts, episodes=3)
+    monkeypatch.setattr("unirl.data.demonstrations.toy_segment", lambda facts: segment)
+    with pytest.raises(ResumeError, match="demonstrations"):
+        offline().backend.load(str(tmp_path))
+
+
+def test_data_without_rewards_teach_no_critic(monkeypatch) -> None:
+    segment = toy_segment(squashed_pipeline().facts)
+    bare = segment.replace(rewards=segment.rewards * torch.nan)
+    monkeypatch.setattr("unirl.data.demonstrations.toy_segment", lambda facts: bare)
+    with pytest.raises(IncompatibleError, match="no rewards"):
+        offline()
 
 
 def test_losses_on_the_samples_of_a_step_are_refused() -> None:

@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.ar_ppo import TokenCritic
 from unirl.algorithms.base import Part, TokenRows
+from unirl.algorithms.shared.checks import check_no_expert
 from unirl.algorithms.shared.critic import DenseLayout, GAEInputs, StepCredit, gae
 from unirl.algorithms.shared.kl import MAX_LOG_RATIO
 from unirl.algorithms.shared.tokens import Tokens
@@ -52,6 +53,9 @@ class PartRatios(ARGRPO):
                 "algorithm.ratio_of=part needs the old log-probs of parts, which rollouts do not record. Leave out "
                 "algorithm.old_logp_source"
             )
+
+    def check_sampling(self, sampling: ActionSamplingParams) -> None:
+        check_no_expert(sampling)
 
     def check_facts(self, facts: ModelFacts) -> None:
         if self.entropy_coef > 0 and isinstance(facts, ActionFacts) and not facts.has_entropy:

@@ -3,39 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import torch
 from msgspec import Meta
 from torch import Tensor, nn
 
-from unirl.algorithms.base import START, LossResult, Part, PolicyOutputs, StageAlgorithm
-from unirl.algorithms.shared.critic_ensemble import Critics
+from unirl.algorithms.shared.checks import check_no_expert
+from unirl.algorithms.shared.critic_ensemble import Critics, check_vectors
+from unirl.algorithms.shared.transition_loss import BatchLoss, TransitionLoss
 from unirl.config.errors import IncompatibleError, InvalidValueError
 from unirl.models.policies.stage import ActionStage
 from unirl.sde.noise import key_seed
 from unirl.types.environments import ContinuousActions
 from unirl.types.facts import ActionFacts, ModelFacts
-from unirl.types.protocols import Needs, TrainingProgress
+from unirl.types.protocols import Needs
 from unirl.types.results import Metric, Metrics
-from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.sampling import ActionSamplingParams
 from unirl.types.segments import ActionSegment
-from unirl.types.transitions import Transitions
+from unirl.types.transitions import Transitions, transitions_of
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
 
 @dataclass(frozen=True, kw_only=True)
-class SAC(StageAlgorithm[ActionStage, ActionSegment]):
+class SAC(TransitionLoss):
     """Soft actor-critic. Haarnoja et al. 2018, arXiv:1812.05905, eqs. 5, 7 and 18; means over a batch (o, a, R, o').
 
     y    R + gamma^n (1 - terminated) (Q_target(o', a') - alpha log pi(a'|o')),   a' ~ pi(o')
     L_Q  = sum over critics of (Q_i(o, a) - y)^2 / 2
     L_pi = alpha log pi(a~|o) - Q(o, a~),   a~ ~ pi(o), reparameterised
-    L_alpha = -alpha (log pi(a~|o) + H),   H = `target_entropy`
+    L_alpha = -log alpha (log pi(a~|o) + H),   H = `target_entropy`
+
+    L_alpha is that of the authors' code, whose gradient with respect to log alpha does not shrink with alpha.
 
     The three losses have one backward pass, since each reaches only its own parameters: L_pi reads the critics with
     fixed weights. The sequential form updates the critics first, so the policy sees them one update later here.
@@ -66,8 +68,7 @@ class SAC(StageAlgorithm[ActionStage, ActionSegment]):
     target_entropy: float | None = None
     """H in nats. If absent, minus the dimensions of a decision."""
 
-    sampled_by: ClassVar[type] = ActionSamplingParams
-    trains_on_rows: ClassVar[bool] = False
+    has_errors: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,11 +86,14 @@ class SAC(StageAlgorithm[ActionStage, ActionSegment]):
         return Needs(value=True, advantages=False)
 
     def check_facts(self, facts: ModelFacts) -> None:
-        if isinstance(facts, ActionFacts) and not facts.is_squashed:
+        if not isinstance(facts, ActionFacts):
+            return
+        if not facts.is_squashed:
             raise IncompatibleError(
                 f"algorithm: SAC trains squashed Gaussian policies, and the bundle has a {facts.family}. "
                 "Use unirl.models.policies.bundle.GaussianBundle with squashed: true"
             )
+        check_vectors(facts.observations)
 
     def build_head(self, stage: ActionStage, width: int, seed: int) -> nn.Module:
         self.check_facts(stage.facts)
@@ -104,10 +108,25 @@ class SAC(StageAlgorithm[ActionStage, ActionSegment]):
             seed=key_seed(seed, "critics"),
         )
 
-    def transition_loss(
-        self, stage: ActionStage, batch: Transitions, generator: torch.Generator
-    ) -> tuple[Float[Tensor, ""], Mapping[str, Float[Tensor, ""]]]:
-        """The sum of the three losses [], and its parts by name.
+    def check_sampling(self, sampling: ActionSamplingParams) -> None:
+        check_no_expert(sampling)
+
+    def transitions(self, segment: ActionSegment, weight: Float[Tensor, "B"], n_step: int) -> Transitions:
+        return transitions_of(segment, weight, self.gamma, n_step)
+
+    def check_demonstrations(self, has_rewards: bool) -> None:
+        if not has_rewards:
+            raise IncompatibleError(
+                "stack.offline: the data set has no rewards, from which SAC learns. Take one with rewards (next.reward "
+                "of LeRobot), or imitate it with unirl.algorithms.imitation.BehaviourCloning"
+            )
+
+    def demonstrated(self, stage: ActionStage, segment: ActionSegment, n_step: int) -> Transitions:
+        found = transitions_of(segment, torch.ones(len(segment)), self.gamma, n_step)
+        return replace(found, actions=stage.policy.recorded(found.actions[:, None]))
+
+    def transition_loss(self, stage: ActionStage, batch: Transitions, generator: torch.Generator) -> BatchLoss:
+        """The sum of the three losses. Importance weights multiply the loss of the critics alone.
 
         Args:
             generator: on the CPU; noise of the actions and the choice of critics come from it.
@@ -127,7 +146,9 @@ class SAC(StageAlgorithm[ActionStage, ActionSegment]):
         if self.subset < self.members:
             next_values = next_values[chosen.to(device)]
         goal = batch.rewards + batch.discounts * (next_values.amin(0) - fixed_alpha * after["logp"])
-        critic_loss = 0.5 * (values - goal).square().mean(1).sum()
+        gaps = values - goal
+        squares = gaps.square() if batch.weights is None else batch.weights * gaps.square()
+        critic_loss = 0.5 * squares.mean(1).sum()
 
         now = stage.network(batch.observations, noise=noise[0])
         proposed = critics.inputs(batch.observations, stage.policy.executed(now["actions"]))
@@ -139,9 +160,10 @@ class SAC(StageAlgorithm[ActionStage, ActionSegment]):
         loss = critic_loss + actor_loss
         if self.learn_alpha:
             goal_entropy = -float(decision_size(stage)) if self.target_entropy is None else self.target_entropy
-            loss = loss + alpha * (entropy - goal_entropy)
+            loss = loss + critics.log_alpha * (entropy - goal_entropy)
         parts = {"critic": critic_loss, "actor": actor_loss, "alpha": alpha, "entropy": entropy, "q": values.mean()}
-        return loss, {name: value.detach() for name, value in parts.items()}
+        detached = {name: value.detach() for name, value in parts.items()}
+        return BatchLoss(loss, detached, gaps.detach().abs().mean(0))
 
     def _values(self, critics: Critics, taken: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
         """Q [E, N] of what was done, and of what follows, without a gradient."""
@@ -166,19 +188,6 @@ class SAC(StageAlgorithm[ActionStage, ActionSegment]):
             "train/policy_entropy": Metric.mean(parts["entropy"]),
             "train/q_mean": Metric.mean(parts["q"]),
         }
-
-    # The parts of the contract that concern rows
-
-    def parts(self, segment: ActionSegment) -> list[Part]:
-        return [(0,)]
-
-    def measure(self, stage: ActionStage, rows: RolloutTrack[Any], part: Part) -> PolicyOutputs:
-        return {}
-
-    def loss(
-        self, stage: ActionStage, rows: RolloutTrack[Any], part: Part, now: TrainingProgress = START
-    ) -> LossResult:
-        raise AssertionError("a stack of rows refuses this loss")
 
 
 def critics_of(stage: ActionStage) -> Critics:

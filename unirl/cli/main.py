@@ -29,6 +29,8 @@ COMMANDS: Mapping[str, str] = {
     "check": "check a recipe: keys, types, geometry, compatibility",
     "runs": "list runs: state, steps, reward, age",
     "tail": "follow the console of a run, from its files",
+    "report": "write one HTML file about a run, to read anywhere",
+    "compare": "compare runs: settings, held-out rewards with intervals, cost",
     "recipes": "list, search and show recipes",
     "eval": "score a checkpoint on held-out prompts",
     "sample": "generate images, videos or texts with a checkpoint",

@@ -1,9 +1,7 @@
 """`unirl quickstart [llm|vlm|pe|embodied]`: trains a built-in recipe on a CPU, and checks that it improved."""
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from unirl.cli.arguments import parse_recipe, recipe_parser
 from unirl.cli.check import checked
@@ -13,6 +11,7 @@ from unirl.cli.start import shown_start
 from unirl.cli.train import train
 from unirl.config.errors import NoImprovementError
 from unirl.config.failures import Session
+from unirl.tracking.record import RunRecord
 from unirl.trainer.run_folder import continuation
 
 RECIPE = "diffusion/quickstart"
@@ -42,7 +41,7 @@ def run(argv: list[str], session: Session) -> int:
     with stoppable_start(session):
         train(replace(arguments, recipe=recipe), session)
     assert session.run_dir is not None
-    scores = read_scores(session.run_dir)
+    scores = RunRecord(session.run_dir).evaluations
     with shown_start(Session(), "exporting"):
         exported = export(str(session.run_dir))
     for line in (report(scores), *exported):
@@ -58,19 +57,14 @@ def recipe_of(word: str) -> str:
     return word if "/" in word or word.endswith(".yaml") else f"{word}/quickstart"
 
 
-def read_scores(root: Path) -> list[dict[str, float]]:
-    """The metrics of every evaluation of a run, first to last."""
-    return [json.loads(path.read_text())["metrics"] for path in sorted(root.glob("eval/step-*/scores.json"))]
-
-
-def report(scores: Sequence[dict[str, float]]) -> str:
+def report(scores: Sequence[Mapping[str, float]]) -> str:
     """The scores before and after. With the summary of the run and its exports, it fits one screen of 24 lines."""
     before, after = scores[0], scores[-1]
     spread = [f"{result['eval/reward_mean']:.3f} +- {result['eval/reward_stderr']:.3f}" for result in (before, after)]
     return f"held-out reward  {spread[0]} -> {spread[1]}   (mean +- standard error)"
 
 
-def check_promise(recipe: str, scores: Sequence[dict[str, float]], overrides: Sequence[str]) -> None:
+def check_promise(recipe: str, scores: Sequence[Mapping[str, float]], overrides: Sequence[str]) -> None:
     """Raises DivergenceError (9003) when the recipe, as it is shipped, did not improve as it promises."""
     rise, promise = scores[-1]["eval/reward_mean"] - scores[0]["eval/reward_mean"], PROMISES.get(recipe, 0.0)
     if all(setting.lstrip("+").startswith(NEUTRAL) for setting in overrides) and rise < promise:

@@ -17,6 +17,7 @@ from unirl.config.errors import NotFoundError
 from unirl.config.failures import Session
 from unirl.tracking.console import duration
 from unirl.tracking.owner import RunDirectoryError
+from unirl.tracking.record import RunRecord
 from unirl.tracking.run_directory import REMARKS, read_record, status_of
 from unirl.tracking.streams import print_inert
 from unirl.tracking.tables import Row, first_and_last
@@ -91,6 +92,15 @@ def runs_in(folder: Path) -> list[RunOverview]:
         raise NotFoundError(f"there is no folder {folder}. Name the folder of a run, or one that holds runs")
     found = [overview for root in run_roots(folder) if (overview := overview_of(root)) is not None]
     return sorted(found, key=lambda run: run.created, reverse=True)
+
+
+def record_of(path: str) -> RunRecord:
+    """The files of the run in the folder `path`. Raises NotFoundError (4001) if it is no directory of a run."""
+    record = RunRecord(path)
+    if not record.exists:
+        what = "there is no such folder" if not record.root.is_dir() else "it has neither run.json nor metrics.jsonl"
+        raise NotFoundError(f"{path} is not the directory of a run: {what}. Runs are listed by `unirl runs`")
+    return record
 
 
 def run_roots(folder: Path) -> Iterator[Path]:

@@ -182,6 +182,10 @@ class NoImprovementError(DivergenceError, code=9003):
     """A quick start, as it is shipped, did not improve as it promises."""
 
 
+class AlarmError(DivergenceError, code=9005):
+    """An alarm about the run began, and the recipe ends it then (`watch.on_alarm`)."""
+
+
 class WorkerError(UniRLError, code=10001, exit_status=10):
     """A worker was lost."""
 

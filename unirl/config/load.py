@@ -106,6 +106,18 @@ class Recipe:
         tree = public(self.composed.resolved(), self.composed.tree, secret_keys(self.root))
         return OmegaConf.to_yaml(OmegaConf.create(cast(Tree, tree)))
 
+    def origins(self) -> dict[str, dict[str, str]]:
+        """The content of config/origins.json: key to the `source` and `place` of its value. Defaults are left out.
+
+        What was typed on the command line is not repeated as a place, since it may contain a secret.
+        """
+        found = {}
+        for key, _ in leaves(self.resolved()):
+            for origin in self.composed.why(key)[:1]:
+                shown = origin.place if origin.source in ("recipe", "environment") else ""
+                found[key] = {"source": origin.source, "place": shown}
+        return found
+
     def shown_overrides(self) -> list[str]:
         """The settings of the command line, with a variable in place of a secret that was typed."""
         typed = secret_keys(self.root)

@@ -13,6 +13,7 @@ from msgspec import Meta
 from unirl.config.errors import did_you_mean
 from unirl.config.node import Node
 from unirl.config.saving import CheckpointConfig, RestartConfig
+from unirl.config.watching import WatchConfig
 from unirl.types.credit import CreditName
 
 Where = str | int | tuple[int, ...]
@@ -174,6 +175,7 @@ class RunSettings:
     trainer: Node = field(metadata={"target": "unirl.trainer.diffusion.DiffusionTrainer"})
     """The trainer of a domain: how requests are made, and which track is trained."""
     parity: ParityConfig = ParityConfig()
+    watch: WatchConfig = field(default_factory=WatchConfig)
     refill: RefillConfig | None = None
     """Dynamic sampling; absent = a step is one draw."""
     evaluation: EvaluationConfig = EvaluationConfig()

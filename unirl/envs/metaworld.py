@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +15,7 @@ from unirl.config.dependencies import need
 from unirl.config.errors import InvalidValueError, did_you_mean
 from unirl.envs.gymnasium import GymnasiumEnvironment, Render
 from unirl.envs.slots import Source
+from unirl.types.environments import STATE, Observations
 
 if TYPE_CHECKING:
     import gymnasium
@@ -109,10 +112,31 @@ def make_task(task: str, *, render_mode: str | None, **size: int) -> gymnasium.E
     return SeededTask(environment)
 
 
-def expert_of(task: str) -> Callable[[Tensor], Tensor]:
-    """Meta-World's scripted policy of a task: an action [4] for an observation [39]."""
-    from metaworld.policies import ENV_POLICY_MAP
+class MetaWorldExpert:
+    """The scripted policy of a task of Meta-World. It reads the observation `state`."""
 
-    kinds: Mapping[str, Callable[[], Any]] = ENV_POLICY_MAP
-    policy = kinds[task]()
-    return lambda state: torch.as_tensor(policy.get_action(state.double().numpy())).float()
+    def __init__(self, *, task: str) -> None:
+        """
+        Args:
+            task: name of the task, such as `reach-v3`.
+
+        Raises:
+            DependencyError: 3001, metaworld is not installed.
+            InvalidValueError: 2004, an unknown task.
+        """
+        need("metaworld", by=f"{type(self).__name__} (task={task})", extra="metaworld")
+        from metaworld.policies import ENV_POLICY_MAP
+
+        kinds: Mapping[str, Callable[[], Any]] = ENV_POLICY_MAP
+        if task not in kinds:
+            raise InvalidValueError(
+                f"pipeline.expert.task={task} is no task for which Meta-World has a policy.{did_you_mean(task, kinds)}"
+            )
+        self.policy = kinds[task]()
+
+    def label(self, observations: Observations) -> Tensor:
+        """[B, 4] the actions of the scripted policy, clipped to [-1, 1]."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it says that the environment clips its actions
+            actions = [self.policy.get_action(state) for state in observations[STATE].double().numpy()]
+        return torch.as_tensor(np.stack(actions)).float().clamp(-1, 1)

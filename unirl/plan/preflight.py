@@ -457,7 +457,11 @@ def check_model(config: RecipeConfig, variable: str | None) -> ModelFacts | None
         engine = config.rollout.schema.owner
         if isinstance(engine, RestrictedEngine):
             engine.check_recipe(facts, sampling, config.rollout.values)
-        build(config.algorithm).check_facts(facts)
+        loss = build(config.algorithm)
+        loss.check_facts(facts)
+        if issubclass(stack := config.stack.schema.owner, TrainStack):
+            stack.check_facts(facts)
+            stack.check_data(loss, facts, sampling, config.stack.values)
     return facts
 
 
@@ -518,14 +522,14 @@ def known_facts(config: RecipeConfig) -> ModelFacts | None:
     None if the bundle class cannot tell, or if a hub id cannot be read now. The run itself reports the latter.
     """
     bundle, path = config.bundle.schema.owner, config.model_path
-    if isinstance(bundle, DescribedBundle):
-        return bundle.facts_from(config.bundle.values)
-    if path is None or not isinstance(bundle, KnownModel):
-        return None
     try:
-        return bundle.facts_of(path, config.model_revision)
+        if isinstance(bundle, DescribedBundle):
+            return bundle.facts_from(config.bundle.values)
+        if path is not None and isinstance(bundle, KnownModel):
+            return bundle.facts_of(path, config.model_revision)
+        return None
     except DataError:
-        if HUB_ID.fullmatch(path) and not Path(path).is_dir():
+        if path is not None and HUB_ID.fullmatch(path) and not Path(path).is_dir():
             return None
         raise
 

@@ -9,8 +9,9 @@ and
 
     K_t = (R + B' P_{t+1} B)^-1 B' P_{t+1} A,   P_t = Q + A' P_{t+1} (A - B K_t)
 
-(Bertsekas, Dynamic Programming and Optimal Control, volume 1, section 4.1). The bounds of u are so wide that the best
-policy does not reach them. The observation is x and the part of the episode that has passed, which decides K_t.
+(Bertsekas, Dynamic Programming and Optimal Control, volume 1, section 4.1). |u| is at most `bound`, which is so wide by
+default that the best policy does not reach it. The observation is x and the part of the episode that has passed, which
+decides K_t.
 
 `unirl.testing.toy_environments:Faulty-v0` fails at the step that the options of its reset name.
 """
@@ -36,7 +37,7 @@ R: Array = np.array([[0.05]])
 W: Array = np.diag([1e-4, 1e-3])
 S0: Array = np.diag([0.25, 0.25])
 BOUND = 20.0
-"""Bound of |u|: an action of 1 is u = BOUND."""
+"""Bound of |u| by default: an action of 1 is u = bound."""
 
 
 def riccati() -> tuple[list[Array], list[Array]]:
@@ -60,7 +61,8 @@ def best_return() -> float:
 class LQREnvironment(gymnasium.Env[NDArray[np.float32], NDArray[np.float32]]):
     """The linear system of this module. Its episode terminates after HORIZON steps."""
 
-    def __init__(self, render_mode: str | None = None) -> None:
+    def __init__(self, render_mode: str | None = None, bound: float = BOUND) -> None:
+        self.bound = bound
         self.observation_space = gymnasium.spaces.Box(-1000.0, 1000.0, (3,), np.float32)
         self.action_space = gymnasium.spaces.Box(-1.0, 1.0, (1,), np.float32)
         self.render_mode = render_mode
@@ -74,7 +76,7 @@ class LQREnvironment(gymnasium.Env[NDArray[np.float32], NDArray[np.float32]]):
         return self._observation(), {}
 
     def step(self, action: NDArray[np.float32]) -> tuple[NDArray[np.float32], float, bool, bool, dict[str, Any]]:
-        u = BOUND * np.asarray(action, np.float64)
+        u = self.bound * np.asarray(action, np.float64)
         cost = float(self._x @ Q @ self._x + u @ R @ u)
         self._x = A @ self._x + B @ u + np.sqrt(np.diag(W)) * self.np_random.standard_normal(2)
         self._time += 1

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 from PIL import Image, ImageDraw
 
@@ -64,6 +65,32 @@ class Series:
         return rise > MIN_ERRORS * math.sqrt(2 * variance / count)
 
 
+def training_curve(rows: Sequence[Mapping[str, Any]]) -> Series | None:
+    """The mean reward of the samples of each step, with a band of their standard deviation."""
+    points = [row for row in rows if "rollout/reward_mean" in row]
+    means = [float(row["rollout/reward_mean"]) for row in points]
+    spreads = [float(row.get("rollout/reward_std", 0.0)) for row in points]
+    if not any(map(math.isfinite, means)):
+        return None
+    rewards = [
+        float(row[name]) for row in points for name in ("rollout/reward_min", "rollout/reward_max") if name in row
+    ]
+    finite = [value for value in rewards if math.isfinite(value)]
+    possible = (min(finite), max(finite)) if finite else (-math.inf, math.inf)
+    label = "training: mean +- std, within the range of samples"
+    return Series(label, [row["step"] for row in points], means, spreads, possible)
+
+
+def held_out_curve(evaluations: Sequence[Mapping[str, float]]) -> Series | None:
+    """The mean reward of each evaluation, with a band of its standard error. None if there were not two."""
+    points = [row for row in evaluations if "eval/reward_mean" in row]
+    means = [row["eval/reward_mean"] for row in points]
+    errors = [row.get("eval/reward_stderr", 0.0) for row in points]
+    if len(points) < 2 or not any(map(math.isfinite, means)):
+        return None
+    return Series("held out: mean +- standard error", [row["step"] for row in points], means, errors)
+
+
 @dataclass(frozen=True)
 class Axes:
     """Maps a rectangle of steps and values to a rectangle of pixels."""
@@ -94,7 +121,7 @@ def reward_curve(
     Args:
         remark: a line below the diagram.
     """
-    drawn = [finite for one in series if (finite := _finite(one)).values]
+    drawn = [finite for one in series if (finite := finite_points(one)).values]
     if not drawn or len(drawn) > len(COLOURS):
         raise ValueError(f"a curve needs 1 to {len(COLOURS)} series with a finite point, got {len(drawn)}")
     canvas = Image.new("RGB", (width * SCALE, height * SCALE), BACKGROUND)
@@ -125,7 +152,8 @@ def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
     return [number * step for number in range(first, last + 1)]
 
 
-def _finite(series: Series) -> Series:
+def finite_points(series: Series) -> Series:
+    """The series without points whose value or spread is not finite."""
     spreads = series.spreads or [0.0] * len(series.values)
     points = zip(series.steps, series.values, spreads, strict=True)
     finite = [point for point in points if all(map(math.isfinite, point))]

@@ -12,6 +12,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
+from unirl.tracking.measures import image_measures
 from unirl.tracking.mirrors import Mirrors, Preview
 from unirl.tracking.samples import REWRITE, Gallery, Media, MirroredPage, SampleRow, SampleTable
 from unirl.tracking.sheets import TiledMedia, Tiles, gallery_sheet, saved, tile_size
@@ -78,6 +79,10 @@ class ImageMedia(TiledMedia):
             Image.fromarray(self.images[number]).save(folder / name, pnginfo=text)
         drawn.write_manifest(folder / "manifest.jsonl", [{"file": name} for name in names])
         return saved(gallery_sheet(self.tiles(), drawn), folder / "grid.png")
+
+    def measures(self) -> dict[str, float]:
+        """How far the images are apart, and their fine detail."""
+        return image_measures(self.images)
 
     def mirror(self, mirrors: Mirrors, page: MirroredPage, rows: Sequence[SampleRow]) -> None:
         """Sends the page, and under a key of their own the first images: W&B shows only images of one size together."""

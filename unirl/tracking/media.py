@@ -7,7 +7,7 @@ from functools import singledispatch
 from pathlib import Path
 
 from unirl.tracking.images import ImageMedia, pixels
-from unirl.tracking.samples import Media, SampleRow, SampleTable
+from unirl.tracking.samples import Media, SampleRow, SampleTable, row_of
 from unirl.tracking.tables import Row
 from unirl.tracking.texts import TextMedia
 from unirl.tracking.videos import VideoMedia
@@ -62,12 +62,5 @@ def table_of_evaluation(result: EvalResult) -> SampleTable[Media]:
 
 def read_samples(rows: Sequence[Row], folder: Path) -> SampleTable[Media]:
     """Reads samples back from the rows of a manifest or of scores.json and the files in `folder`."""
-    parsed = tuple(_row(entry) for entry in rows)
+    parsed = tuple(map(row_of, rows))
     return SampleTable(parsed, MEDIA[parsed[0].medium].read(parsed, folder))
-
-
-def _row(entry: Row) -> SampleRow:
-    """nan and inf are stored as text, because JSON has no such numbers."""
-    scores = {name: float(score) for name, score in entry["rewards"].items()}
-    images = tuple(entry["images"])
-    return SampleRow(**{**entry, "reward": float(entry["reward"]), "rewards": scores, "images": images})

@@ -30,6 +30,9 @@ METRICS: Mapping[str, str] = {
     "rollout/truncated_fraction": "share of responses that stopped at the length limit",
     "rollout/skipped_blocks": "share of the calls of blocks that the step cache left out; only with "
     "`sampling.cache_threshold`",
+    "rollout/diversity": "how far apart the kept samples are: mean distance of two small images, or share of unequal "
+    "three-letter pieces of two texts",
+    "rollout/fine_detail": "mean squared difference of the kept images from their 3 x 3 averages",
     "reward/<component>_mean": "mean of one reward component",
     "reward/<component>_std": "population standard deviation of one reward component",
     "reward/<component>_missing": "samples that a logged-only reward could not score",
@@ -92,6 +95,8 @@ METRICS: Mapping[str, str] = {
     "train/return_std": "standard deviation of the returns",
     "train/explained_variance": "share of the variance of the returns that the value head explains; at most 1",
     "train/value_clip_fraction": "share of values that left the clip range around the old values",
+    "train/imitation_loss": "behaviour cloning: negative log-likelihood of demonstrated actions, nats; for a "
+    "flow policy the flow-matching loss",
     "train/q_loss": "SAC: squared error of the critics, summed over them, halved",
     "train/actor_loss": "SAC: temperature x log-prob - Q of the policy's own actions",
     "train/alpha": "SAC: temperature, the weight of the entropy",
@@ -109,6 +114,8 @@ METRICS: Mapping[str, str] = {
     "eval/pass@<k>": "probability that at least one of k samples is right; unbiased estimate from all n samples",
     "eval/maj@<n>": "share of held-out prompts whose most frequent answer among n samples is right",
     "eval/unscored": "held-out samples that could not be scored and that no mean includes",
+    "eval/diversity": "how far apart the samples of an evaluation are, as `rollout/diversity`",
+    "eval/fine_detail": "fine detail of the images of an evaluation, as `rollout/fine_detail`",
     "eval/<component>_mean": "mean of one reward component on held-out prompts",
     "time/step": "wall time of the step",
     "time/generate": "sampling",
@@ -144,7 +151,8 @@ EVENTS: Mapping[str, str] = {
     "ckpt.commit": "a checkpoint was published; `step`",
     "reward.error": "a reward could not score a sample; `reward`, `sample`, `why`",
     "group.drop": "a group was dropped; `group`, `reason`",
-    "alarm.raise": "something looks wrong; `alarm`, `value`",
+    "alarm.raise": "something looks wrong; `alarm`, `value`, and from the watchdog also `step`, `text`",
+    "alarm.clear": "an alarm of the watchdog has ended; `alarm`, `step`",
     "mirror.failed": "a mirror failed and is off for the rest of the run; `mirror`, `error`",
     "warning": "a warning that the console showed; `text`",
 }
@@ -188,6 +196,11 @@ _ADD = "Code of your own reports custom/<name>. Names of this package have a mea
 def is_metric(name: str) -> bool:
     """Whether the table has the name."""
     return any(re.fullmatch(pattern(row), name) for row in METRICS)
+
+
+def meaning_of(name: str) -> str:
+    """The meaning of a metric. Empty for a name that the table does not have."""
+    return next((meaning for row, meaning in METRICS.items() if re.fullmatch(pattern(row), name)), "")
 
 
 def pattern(row: str) -> str:

@@ -6,7 +6,6 @@ Everything is read from the files of the run, so the page can be drawn while it 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,9 +16,10 @@ from PIL import Image, ImageOps
 
 from unirl.media.files import ImageLimits, UnreadableMedia, read_regular
 from unirl.media.images import PLAIN_PIXELS, decode_upright, is_plain, open_header
-from unirl.tracking.curve import Series, beside, reward_curve
+from unirl.tracking.curve import beside, held_out_curve, reward_curve, training_curve
 from unirl.tracking.lettering import wrap
 from unirl.tracking.media import read_samples
+from unirl.tracking.record import RunRecord
 from unirl.tracking.run_directory import remark_of
 from unirl.tracking.samples import Media, SampleGroup, SampleRow, SampleTable, pairs_of
 from unirl.tracking.sheets import (
@@ -34,7 +34,7 @@ from unirl.tracking.sheets import (
     Rectangle,
     Sheet,
 )  # fmt: skip
-from unirl.tracking.tables import Row, read_rows
+from unirl.tracking.tables import read_rows
 
 WIDTH = 900
 """Pixels of a page of texts."""
@@ -51,7 +51,8 @@ LARGEST_SHEET = 2400
 def draw_overview(root: Path) -> Path | None:
     """Writes `overview.png` of the run in `root`. Returns None, and writes nothing, if no step has a finite reward."""
     rows = list(read_rows(root / "metrics.jsonl"))
-    curves = [series for series in (training_curve(rows), held_out_curve(_scores(root))) if series is not None]
+    found = training_curve(rows), held_out_curve(RunRecord(root).evaluations)
+    curves = [series for series in found if series is not None]
     if not curves:
         return None
     page = reward_curve(curves, "Reward", remark=remark_of(root))
@@ -63,31 +64,6 @@ def draw_overview(root: Path) -> Path | None:
     page.save(temporary, format="PNG")
     temporary.replace(path)
     return path
-
-
-def training_curve(rows: Sequence[Row]) -> Series | None:
-    """The mean reward of the samples of each step, with a band of their standard deviation."""
-    points = [row for row in rows if "rollout/reward_mean" in row]
-    means = [float(row["rollout/reward_mean"]) for row in points]
-    spreads = [float(row.get("rollout/reward_std", 0.0)) for row in points]
-    if not any(map(math.isfinite, means)):
-        return None
-    rewards = [
-        float(row[name]) for row in points for name in ("rollout/reward_min", "rollout/reward_max") if name in row
-    ]
-    finite = [value for value in rewards if math.isfinite(value)]
-    possible = (min(finite), max(finite)) if finite else (-math.inf, math.inf)
-    label = "training: mean +- std, within the range of samples"
-    return Series(label, [row["step"] for row in points], means, spreads, possible)
-
-
-def held_out_curve(scores: Sequence[Row]) -> Series | None:
-    """The mean reward of each evaluation, with a band of its standard error. None if there were not two."""
-    means = [float(score["metrics"]["eval/reward_mean"]) for score in scores]
-    errors = [float(score["metrics"].get("eval/reward_stderr", 0.0)) for score in scores]
-    if len(scores) < 2 or not any(map(math.isfinite, means)):
-        return None
-    return Series("held out: mean +- standard error", [score["step"] for score in scores], means, errors)
 
 
 def newest_samples(root: Path) -> Image.Image | None:
@@ -194,10 +170,6 @@ def _table(folder: Path) -> SampleTable[Media] | None:
     scores, manifest = folder / "scores.json", folder / "manifest.jsonl"
     rows = json.loads(scores.read_text())["samples"] if scores.is_file() else list(read_rows(manifest))
     return read_samples(rows, folder) if rows else None
-
-
-def _scores(root: Path) -> list[Row]:
-    return [json.loads(path.read_text()) for path in sorted(root.glob("eval/step-*/scores.json"))]
 
 
 def _reduced(sheet: Image.Image) -> Image.Image:

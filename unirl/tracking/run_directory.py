@@ -1,7 +1,7 @@
 """The run directory: paths of the files of a run, the record of who writes it, and how it ended.
 
-<root>/  run.json  heartbeat  writers/  env.json  config/{recipe,resolved}.yaml  logs/  events.jsonl
-         metrics.jsonl  metrics.csv  eval_metrics.csv  ledger.jsonl  samples/  eval/  checkpoints/
+<root>/  run.json  heartbeat  writers/  env.json  config/{recipe,resolved}.yaml  config/origins.json  logs/
+         events.jsonl  metrics.jsonl  metrics.csv  eval_metrics.csv  ledger.jsonl  samples/  eval/  checkpoints/
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import MappingProxyType
 
 import unirl
 from unirl.tracking.owner import (
@@ -108,9 +109,17 @@ class RunDirectory:
         """Id of the run: the name of its folder when it was created."""
         return str(read_record(self.root)["id"])
 
-    def write_config(self, recipe: str, resolved: str) -> None:
-        """Writes the recipe as it was given, and all keys with their final values, both as YAML."""
+    def write_config(
+        self, recipe: str, resolved: str, origins: Mapping[str, Mapping[str, str]] = MappingProxyType({})
+    ) -> None:
+        """Writes the recipe as it was given, and all keys with their final values, both as YAML.
+
+        Args:
+            origins: key to the `source` and `place` of its value, without defaults; written as JSON.
+        """
         self.fence.check()
+        if origins:
+            _write_json(self.root / "config" / "origins.json", {key: dict(value) for key, value in origins.items()})
         replace_text(self.root / "config" / "recipe.yaml", redact(recipe))
         replace_text(self.root / "config" / "resolved.yaml", redact(resolved))
 

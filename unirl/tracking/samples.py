@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Generic, Protocol, Self, TypeVar
 
+import msgspec
+
 from unirl.tracking.mirrors import Mirrors
 from unirl.tracking.tables import finite, replace_text
 from unirl.types.rows import rows_by_key
@@ -43,6 +45,21 @@ class SampleRow:
     file: str = ""
     """File name of the image or of the animated WebP, in the folder of the manifest."""
     text: str = ""
+
+
+def row_of(entry: object) -> SampleRow:
+    """The row of an entry of a manifest or of scores.json; `nan` and `inf` are stored as text. Unknown facts are left
+    out.
+
+    Raises ValueError for an entry that is no such row.
+    """
+    if not isinstance(entry, dict) or not isinstance(entry.get("rewards", {}), dict):
+        raise ValueError("it is no object with the facts of a sample")
+    try:
+        scores = {name: float(score) for name, score in entry.get("rewards", {}).items()}
+        return msgspec.convert({**entry, "reward": float(entry["reward"]), "rewards": scores}, SampleRow)
+    except (KeyError, TypeError, OverflowError, msgspec.ValidationError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -110,6 +127,10 @@ class Media(Protocol):
     def remarks(self) -> list[str]:
         """Warnings about how the media are stored; the tracker prints each once. None by default."""
         return []
+
+    def measures(self) -> dict[str, float]:
+        """`diversity` and `fine_detail` of these media, as far as they have them (unirl/tracking/measures.py)."""
+        return {}
 
     def mirror(self, mirrors: Mirrors, page: MirroredPage, rows: Sequence[SampleRow]) -> None:
         """Sends the page and the first media to mirrors."""
@@ -209,12 +230,7 @@ class SampleTable(Generic[MediaT]):
 
     def groups(self) -> list[SampleGroup]:
         """Samples by group, in the order of their first row."""
-        groups = []
-        for rows in rows_by_key(row.group_id for row in self.rows).values():
-            first = self.rows[rows[0]]
-            rewards = tuple(self.rows[row].reward for row in rows)
-            groups.append(SampleGroup(first.group_id, first.prompt, first.images, tuple(rows), rewards))
-        return groups
+        return groups_of(self.rows)
 
     def saved(self, folder: Path) -> SampleTable[MediaT]:
         """Writes the media under names like `p03-s05` (prompt 3, sample 5); returns the table with the file names.
@@ -225,6 +241,16 @@ class SampleTable(Generic[MediaT]):
         names = {row: f"p{p:02d}-s{s:02d}" for p, group in groups for s, row in enumerate(group.rows)}
         rows = [replace(row, medium=self.media.kind) for row in self.rows]
         return replace(self, rows=tuple(self.media.write(rows, [names[i] for i in range(len(rows))], folder)))
+
+
+def groups_of(samples: Sequence[SampleRow]) -> list[SampleGroup]:
+    """Samples by group, in the order of their first row."""
+    groups = []
+    for rows in rows_by_key(row.group_id for row in samples).values():
+        first = samples[rows[0]]
+        rewards = tuple(samples[row].reward for row in rows)
+        groups.append(SampleGroup(first.group_id, first.prompt, first.images, tuple(rows), rewards))
+    return groups
 
 
 def pairs_of(before: SampleTable[Media], after: SampleTable[Media]) -> list[tuple[SampleGroup, SampleGroup]]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from unirl.tracking.console import printable
+from unirl.tracking.measures import text_measures
 from unirl.tracking.mirrors import Mirrors
 from unirl.tracking.samples import (
     REWRITE,
@@ -55,6 +56,10 @@ class TextMedia(Media):
 
     def __len__(self) -> int:
         return len(self.texts)
+
+    def measures(self) -> dict[str, float]:
+        """How far the texts are apart."""
+        return text_measures(self.texts)
 
     @classmethod
     def read(cls, rows: Sequence[SampleRow], folder: Path) -> TextMedia:

@@ -8,16 +8,19 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType, TracebackType
+from typing import Any
 
 from unirl.tracking.console import Change, Console, accuracies, evaluation
+from unirl.tracking.measures import OF_EVALUATION
 from unirl.tracking.media import read_samples, table_of_evaluation
 from unirl.tracking.metrics import check_event, check_names
 from unirl.tracking.mirrors import Mirror, Mirrors, RunInfo
 from unirl.tracking.overview import draw_overview
 from unirl.tracking.owner import OwnershipLostError, now
+from unirl.tracking.record import RunRecord
 from unirl.tracking.run_directory import RunDirectory, read_record, remark_of
 from unirl.tracking.samples import Media, MirroredPage, SampleTable, pairs_of, write_manifest
-from unirl.tracking.tables import CsvTable, JsonLines, Row, finite, read_rows, replace_text
+from unirl.tracking.tables import CsvTable, JsonLines, finite, read_rows, replace_text
 from unirl.tracking.timing import PhaseTimers, peak_memory
 from unirl.types.evaluation import EvalResult
 from unirl.types.protocols import State
@@ -47,6 +50,8 @@ class Tracker:
         self.console = console
         self.timers = PhaseTimers()
         self.position = 0
+        self.newest_evaluation: dict[str, float] = {}
+        """Step and metrics of the newest evaluation of this process."""
         self._tracks = tracks
         about = about or RunInfo(root=run.root, project=run.identity.project, run_id=run.id)
         self._mirrors = Mirrors(mirrors, about, self._mirror_failed)
@@ -131,10 +136,11 @@ class Tracker:
 
         Returns the path of the page.
         """
-        metrics = result.metrics()
+        table = table_of_evaluation(result)
+        metrics = result.metrics() | {OF_EVALUATION[name]: value for name, value in table.media.measures().items()}
         check_names(metrics, self._tracks)
         folder = self.run.fresh_step_folder("eval", step)
-        saved = replace(table_of_evaluation(result), remark=remark_of(self.run.root)).saved(folder)
+        saved = replace(table, remark=remark_of(self.run.root)).saved(folder)
         self._remark(saved.media)
         rows = [vars(row) for row in saved.rows]
         scores = {"step": step, "metrics": metrics, "samples": rows}
@@ -142,7 +148,8 @@ class Tracker:
         title = f"evaluation after step {step}"
         page = saved.media.page(saved, folder, title)
         self._before_after(step, saved, folder)
-        self._eval_table.append({"step": step, **metrics})
+        self.newest_evaluation = {"step": step, **metrics}
+        self._eval_table.append(self.newest_evaluation)
         self.event("eval.end", step=step, **metrics)
         if self.console:
             self.console.note(f"eval after step {step}: {evaluation(metrics)}, {page}")
@@ -214,7 +221,7 @@ class Tracker:
         """
         self.flush()
         rows = list(read_rows(self.run.metrics))
-        scores = [json.loads(path.read_text())["metrics"] for path in sorted(self.run.root.glob("eval/*/scores.json"))]
+        scores = RunRecord(self.run.root).evaluations
         if len(scores) < 2:
             return _changes(rows)
         return _changes(scores) + [change for change in _changes(rows) if change.name.startswith("rollout/")]
@@ -335,7 +342,7 @@ def _same_prompts(before: SampleTable[Media], after: SampleTable[Media]) -> bool
     return False
 
 
-def _changes(rows: Sequence[Row]) -> list[Change]:
+def _changes(rows: Sequence[Mapping[str, Any]]) -> list[Change]:
     """First and last value of the mean rewards and shares of right answers that the first and last row have."""
     if not rows:
         return []

@@ -14,6 +14,7 @@ import numpy as np
 from PIL import Image, ImageOps, ImageSequence
 
 from unirl.tracking.images import LOSSLESS_UP_TO
+from unirl.tracking.measures import image_measures
 from unirl.tracking.mirrors import Mirrors, Preview
 from unirl.tracking.samples import Fact, Gallery, Media, MirroredPage, SampleRow, SampleTable, Sides, StepRewards
 from unirl.tracking.sheets import (
@@ -121,6 +122,11 @@ class VideoMedia(TiledMedia):
 
     def __len__(self) -> int:
         return len(self.videos)
+
+    def measures(self) -> dict[str, float]:
+        """How far the middle frames of the videos are apart, and their fine detail."""
+        frames = [video.pixels[len(video.pixels) // 2] for video in self.videos if video.num_frames]
+        return image_measures(np.stack(frames)) if frames else {}
 
     @classmethod
     def read(cls, rows: Sequence[SampleRow], folder: Path) -> VideoMedia:

@@ -21,10 +21,12 @@ from unirl.train.memory import DeviceMemory, MicroBatchMemory, memory_of, peak_b
 from unirl.train.parity import parity_of
 from unirl.types.batch import map_value
 from unirl.types.device import CPU
+from unirl.types.facts import ModelFacts
 from unirl.types.progress import progress
 from unirl.types.protocols import REFERENCE, TrainingProgress
 from unirl.types.results import Metric, Metrics, TrainStepResult, merge
 from unirl.types.rollout_resp import RolloutTrack
+from unirl.types.sampling import Sampling
 
 Update = list[RolloutTrack]
 """The micro-batches of one update, in order."""
@@ -62,6 +64,8 @@ class TrainStack:
     toy: ClassVar[Mapping[str, object]] = {"micro_batch_size": 2}
     trains: ClassVar[type] = StageAlgorithm
     """The losses that this kind of stack can train."""
+    normalizes: ClassVar[bool] = False
+    """Updates the running statistics of observations."""
     trains_rows: ClassVar[bool] = True
     """The loss gets the rows of a step. False: transitions of a replay store."""
 
@@ -121,6 +125,31 @@ class TrainStack:
                 f"stack: {cls.__name__} trains losses of the kind {cls.trains.__name__}, and algorithm is "
                 f"{loss.__name__}. Set stack._target_=unirl.train.stack.TrainStack, or take a loss of "
                 f"{cls.trains.__module__}"
+            )
+
+    @classmethod
+    def check_data(
+        cls, loss: StageAlgorithm[Any], facts: ModelFacts, sampling: Sampling, settings: Mapping[str, object]
+    ) -> None:
+        """Refuses data of the stack's own that do not fit the loss or the model. By default, a stack has none.
+
+        Args:
+            settings: the block `stack`, with its defaults.
+
+        Raises:
+            ConfigError: a setting does not fit the loss or the model.
+            DataError: the data are missing, or do not fit the model.
+            DependencyError: 3001, the library that reads them is missing.
+        """
+        return None
+
+    @classmethod
+    def check_facts(cls, facts: ModelFacts) -> None:
+        """Raises IncompatibleError (2020) if this kind of stack cannot train a model with these facts."""
+        if facts.normalized and not cls.normalizes:
+            raise IncompatibleError(
+                f"bundle.normalize=true: {cls.__name__} does not follow the statistics of observations. Leave out "
+                "bundle.normalize, or set stack._target_=unirl.train.transition_stack.TransitionStack"
             )
 
     def _check_settings(self) -> None:

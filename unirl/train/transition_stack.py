@@ -16,13 +16,15 @@ from unirl.config.errors import IncompatibleError
 from unirl.distributed import current
 from unirl.distributed.group.dispatch import scatter
 from unirl.sde.noise import key_seed
+from unirl.train.normalization import RunningStatistics
 from unirl.train.stack import TrainStack, merge_ranks
 from unirl.types.batch import take_rows
 from unirl.types.device import to_device
+from unirl.types.facts import ModelFacts
 from unirl.types.protocols import TrainingProgress
 from unirl.types.results import Metrics, TrainStepResult, merge
 from unirl.types.rollout_resp import RolloutTrack
-from unirl.types.segments import PackedSegment
+from unirl.types.segments import ActionSegment, PackedSegment
 
 
 @dataclass(eq=False)
@@ -35,6 +37,7 @@ class TransitionStack(TrainStack):
 
     toy: ClassVar[Mapping[str, object]] = {"minibatch_size": 16, "epochs": 2}
     trains: ClassVar[type] = TokenCritic
+    normalizes: ClassVar[bool] = True
 
     _: KW_ONLY
     epochs: Annotated[int, Meta(ge=1)] = 10
@@ -43,6 +46,8 @@ class TransitionStack(TrainStack):
     """Decisions of an update, over all devices."""
     forward_decisions: Annotated[int, Meta(ge=1)] | None = None
     """Decisions of one forward on each device, for networks that cannot read a minibatch at once. null: all of it."""
+    normalize_rewards: bool = False
+    """Divide rewards by the running std of their discounted sum. Reported returns stay as the environment gave them."""
 
     @classmethod
     def check_recipe(cls, loss: type[StageAlgorithm[Any]], settings: Mapping[str, object], num_ranks: int) -> None:
@@ -56,10 +61,23 @@ class TransitionStack(TrainStack):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.credit = cast(TokenCritic, self.algorithm)
+        self.statistics = self._statistics()
+        if self.statistics is not None:
+            self.backend.keep("statistics", self.statistics)
+
+    def _statistics(self) -> RunningStatistics | None:
+        """Running statistics of what the policy normalizes and of rewards; None if nothing is followed."""
+        facts: ModelFacts = self.stage.facts
+        if not (facts.normalized or self.normalize_rewards):
+            return None
+        return RunningStatistics(facts.normalized, self.normalize_rewards)
 
     @scatter(merge_ranks, unread=("decoded",))
     def train_track(self, track: RolloutTrack, now: TrainingProgress = START) -> TrainStepResult:
         """Train on all decisions of `track`. The result has one entry of metrics per update."""
+        statistics, seen = self.statistics, track
+        if statistics is not None and statistics.rewards is not None:
+            track = self._scaled(track, statistics)
         work = self.prepare(track, now, is_first=False)
         placed = [self._placed(micro).sampled_as(PackedSegment) for micro in work.updates[0]]
         rows = RolloutTrack.concat([self.credit.credited(micro, work.now) for micro in placed])
@@ -80,8 +98,16 @@ class TransitionStack(TrainStack):
                 ]
                 results.append(self.update(parts, work.now, first=not results))
         results[0] = merge([results[0], work.parity])
+        if statistics is not None:  # The updates need the statistics of the policy that acted.
+            acted = seen.sampled_as(ActionSegment)
+            self.backend.assign(statistics.see(acted.segment, counted_elements(acted)))
         self.backend.finish_step()
         return TrainStepResult(tuple(results))
+
+    def _scaled(self, track: RolloutTrack, statistics: RunningStatistics) -> RolloutTrack:
+        rows = track.sampled_as(ActionSegment)
+        rewards = statistics.scaled_rewards(rows.segment, counted_elements(rows), self.credit.gamma)
+        return track.replace(segment=rows.segment.replace(rewards=rewards))
 
 
 def counted_elements(rows: RolloutTrack[PackedSegment]) -> Tensor:

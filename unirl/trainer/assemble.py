@@ -268,7 +268,7 @@ def assemble(
         saves_in_background=config.checkpoint.asynchronous,
         resume=resume,
         resume_command=continuation(recipe, tracker.run.root),
-        write_config=partial(tracker.run.write_config, recipe.written_text(), recipe.resolved_text()),
+        write_config=partial(tracker.run.write_config, recipe.written_text(), recipe.resolved_text(), recipe.origins()),
     )
     phases = Phases(
         timers=tracker.timers,

@@ -7,7 +7,7 @@ for step in steps:
     selected = samples.select(resp)            # with `refill`: the groups whose rewards differ
     credited = credit(step, selected)          # rewards to one advantage per sample of every track
     learn(step, credited)                      # each policy learns from its track: unirl/trainer/learner.py
-    _finish_step()                             # evaluate, write the files, checkpoint, when due
+    _finish_step()                             # write the files, look for alarms; evaluate, checkpoint, when due
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from unirl.trainer.refill import StepSamples
 from unirl.trainer.requests import RequestMaker, check_versions
 from unirl.trainer.residency import Phases
 from unirl.trainer.run_state import RunState
+from unirl.trainer.watchdog import Watchdog
 from unirl.types.credit import CREDIT_RULES, CreditName
 from unirl.types.evaluation import EvalResult
 from unirl.types.protocols import DataSource, State
@@ -84,6 +85,7 @@ class Trainer:
         tracks = [each for learner in learners for each in learner.tracks.values()]
         compares = any(each.needs.advantages for each in tracks if each.is_trained)
         self.monitor = Monitor(state.tracker, config, self.track, len(tracks) > 1, compares)
+        self.watchdog = Watchdog(config.watch, state.tracker)
         self.overlap = OverlappedScoring(rollout, reward, config.reward_parts)
         self.evaluator = Evaluator(requests, rollout, reward, learners, self.track, data, phases, config.evaluation)
         self.stop_signal: int | None = None
@@ -227,13 +229,19 @@ class Trainer:
         """Evaluate, flush the files, checkpoint, each when due; then stop if a signal asked for it."""
         self.state.step += 1
         self.tracker.record(self.pool.memory())
-        self.tracker.log_step(self.state.step)
+        metrics = self.tracker.log_step(self.state.step)
         last = self.state.step == self.config.num_rollouts
         if self._is_due(self.config.evaluation.eval_steps) or (last and self.config.evaluation.eval_steps):
             self.evaluate()
         self.tracker.flush()
-        if self._is_due(self.config.save_interval) or last or self.stop_signal is not None:
+        alarm = self.watchdog.look(self.state.step, metrics)
+        if alarm is not None and self.config.watch.on_alarm == "stop":
+            raise alarm
+        if self._is_due(self.config.save_interval) or last or self.stop_signal is not None or alarm is not None:
             self._save()
+        if alarm is not None:
+            self.state.finish_saving()
+            raise alarm
         if self.stop_signal is not None and not last:
             self.state.finish_saving()
             raise self.state.stopped_by(self.stop_signal)

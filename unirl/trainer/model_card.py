@@ -11,6 +11,7 @@ import unirl
 from unirl.config.node import nodes_below
 from unirl.models.loading.base_model import OWN_LAYOUT, BaseModel
 from unirl.models.loading.hub import CONFIG, HUB_ID, MODEL_INDEX
+from unirl.tracking.record import RunRecord
 from unirl.tracking.run_directory import REMARKS
 from unirl.trainer.run_folder import SavedRun
 
@@ -216,15 +217,10 @@ def _rewards(saved: SavedRun) -> list[str]:
 
 def _scores(saved: SavedRun) -> Iterator[tuple[str, str]]:
     """The held-out rewards of the first evaluation and of the last one up to the checkpoint."""
-    results = []
-    for path in sorted(_root(saved).glob("eval/step-*/scores.json")):
-        scores = json.loads(path.read_text())
-        if scores["step"] <= saved.checkpoint.step:
-            results.append(scores)
-    for scores in [*results[:1], *results[1:][-1:]]:
-        metrics = scores["metrics"]
-        mean, error = float(metrics["eval/reward_mean"]), float(metrics["eval/reward_stderr"])
-        yield f"held-out reward after step {scores['step']}", f"{mean:.3f} +- {error:.3f}"
+    results = [row for row in RunRecord(_root(saved)).evaluations if row["step"] <= saved.checkpoint.step]
+    for row in [*results[:1], *results[1:][-1:]]:
+        mean, error = row["eval/reward_mean"], row["eval/reward_stderr"]
+        yield f"held-out reward after step {row['step']:.0f}", f"{mean:.3f} +- {error:.3f}"
 
 
 def _root(saved: SavedRun) -> Path:

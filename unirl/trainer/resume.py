@@ -29,6 +29,7 @@ RESULT_NEUTRAL = (
     "resume",
     "run",
     "tracking",
+    "watch",
     "evaluation",
     "pipeline.keep_resident",
     "pipeline.use_cuda_graphs",

@@ -53,9 +53,13 @@ def row(*, heavy: bool = False, optional: bool = False) -> Declared:
     return _field(Kind.ROW, heavy, None if optional else dataclasses.MISSING)
 
 
-def packed(*, heavy: bool = False) -> Declared:
-    """A field with the rows of all samples concatenated along dimension 0, for rows of different lengths."""
-    return _field(Kind.PACKED, heavy)
+def packed(*, heavy: bool = False, optional: bool = False) -> Declared:
+    """A field with the rows of all samples concatenated along dimension 0, for rows of different lengths.
+
+    Args:
+        heavy, optional: as of `row`.
+    """
+    return _field(Kind.PACKED, heavy, None if optional else dataclasses.MISSING)
 
 
 def packed_offsets() -> Declared:

@@ -78,6 +78,13 @@ class EnvironmentStep:
     """The reason by entry of the batch, where the environment failed. Such an episode is over and must not count."""
 
 
+class Expert(Protocol):
+    """Says what to do in any state: a scripted policy of a task, or a trained one."""
+
+    def label(self, observations: Observations) -> Tensor:
+        """[B] int64, or [B, A] float32 in [-1, 1]: the expert's action for each observation of the environment."""
+
+
 class Environment(Protocol):
     """A set of environments of one kind. A slot holds one of them, which is made when the slot is first reset.
 

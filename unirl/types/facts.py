@@ -66,6 +66,11 @@ class ModelFacts(ABC):
         """Rows of one forward in rollout on an accelerator, unless the recipe sets `rollout.forward_batch_size`."""
         return ROWS_AT_ONCE
 
+    @property
+    def normalized(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes by key of the inputs that the model scales by their running statistics."""
+        return {}
+
 
 @dataclass(frozen=True, kw_only=True)
 class LatentFacts(ModelFacts):
@@ -270,8 +275,15 @@ class ActionFacts(ModelFacts):
     """Executed actions lie in (-1, 1), and they and their log-probs are differentiable functions of the noise."""
     has_entropy: bool = True
     """The entropy of a decision has a closed form."""
+    is_normalized: bool = False
+    """Running statistics scale the observations that are vectors."""
     tokens_per_decision: int = 1
     """Tokens that the network reads for one decision."""
+
+    @property
+    def normalized(self) -> Mapping[str, tuple[int, ...]]:
+        vectors = {key: tuple(shape) for key, shape in self.observations.items() if len(shape) != 3}
+        return vectors if self.is_normalized else {}
 
     def tokens_of(self, sampling: Sampling) -> int:
         """The tokens of the decisions of a row; of one decision if the settings do not bound them."""

@@ -428,6 +428,13 @@ class ActionSamplingParams:
     """N, the number of rows that begin alike: a group. Each has an environment of its own."""
     deterministic: bool = False
     """Take the most likely action in place of a random one; valid in evaluation only."""
+    expert_share: float | None = None
+    """beta of the first step (Ross et al. 2011, arXiv:1011.0686): how probable it is that the expert takes a decision.
+
+    A number needs `pipeline.expert`, which labels every decision; 0 = it never acts. null: there is no expert.
+    """
+    expert_decay: float = 1.0
+    """The factor of beta from step to step; 0 = the expert acts in the first step alone."""
     seed: int = 42
     """Seed of all randomness of the run: starts of episodes, actions, initial weights."""
 
@@ -440,6 +447,14 @@ class ActionSamplingParams:
             _check_at_least(self, "max_steps", 1)
         elif self.continuing:
             raise ValueError("sampling.continuing=true needs sampling.max_steps, the number of decisions of a row")
+        for name in ("expert_share", "expert_decay"):
+            value = vars(self)[name]
+            if value is not None and not 0 <= value <= 1:
+                raise ValueError(f"sampling.{name} must be between 0 and 1, got {value}")
+
+    def beta(self, step: int) -> float:
+        """The probability that the expert acts in a decision of step `step`, from 0."""
+        return 0.0 if self.expert_share is None else self.expert_share * self.expert_decay**step
 
     @property
     def rows_per_sample(self) -> int:
@@ -468,7 +483,7 @@ class ActionSamplingParams:
         )
 
     def for_evaluation(self, settings: EvaluationSettings) -> Self:
-        """One episode for each row, with the most likely actions."""
+        """One episode for each row, with the most likely actions and without the expert."""
         most = None if self.continuing else self.max_steps
-        whole = dataclasses.replace(self, continuing=False, deterministic=True, max_steps=most)
+        whole = dataclasses.replace(self, continuing=False, deterministic=True, max_steps=most, expert_share=None)
         return dataclasses.replace(whole, **settings)

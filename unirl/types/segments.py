@@ -205,6 +205,7 @@ class ActionSegment(PackedSegment):
     truncated: Tensor = packed()  # [sum L] bool, the environment cut the episode off after this decision
     success: Tensor = packed()  # [sum L] bool, the environment reported success
     num_steps: Tensor = packed()  # [sum L] int64 steps of the environment; more than 1 for a chunk, 0 at context
+    labels: Tensor | None = packed(heavy=True, optional=True)  # [sum L, *action] what an expert would do there
 
     @property
     def ends(self) -> Tensor:

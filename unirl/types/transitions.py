@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ class Transitions:
     rewards: Tensor  # [N] float32, R = sum over k < n of gamma^k r_k
     discounts: Tensor  # [N] float32, gamma^n of the value of `following`; 0 where the episode reached an end
     following: Observations  # key -> [N, *shape]
+    weights: Tensor | None = None  # [N] float32 importance weights of a draw; None = all are 1, as in what is stored
 
     def __len__(self) -> int:
         return len(self.rewards)
@@ -29,6 +30,8 @@ class Transitions:
         named: dict[str, Tensor] = {}
         for field in fields(self):
             value = vars(self)[field.name]
+            if value is None:
+                continue
             named |= (
                 {f"{field.name}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {field.name: value}
             )
@@ -43,6 +46,7 @@ class Transitions:
             if key:
                 pictured[group][key] = value
         plain = {name: tensors[name] for name in ("actions", "rewards", "discounts")}
+        plain |= {name: tensors[name] for name in ("weights",) if name in tensors}
         return cls(observations=pictured["observations"], following=pictured["following"], **plain)
 
     def to(self, device: torch.device) -> Transitions:
@@ -51,7 +55,12 @@ class Transitions:
 
     @staticmethod
     def joined(first: Transitions, second: Transitions) -> Transitions:
-        """Both, one after the other."""
+        """Both, one after the other. If one has weights, those of the other are 1."""
+        if (first.weights is None) != (second.weights is None):
+            first, second = (
+                each if each.weights is not None else replace(each, weights=torch.ones_like(each.rewards))
+                for each in (first, second)
+            )
         later = second.tensors()
         return Transitions.of_tensors({n: torch.cat([value, later[n]]) for n, value in first.tensors().items()})
 
@@ -64,12 +73,8 @@ def transitions_of(segment: ActionSegment, weight: Tensor, gamma: float, n_step:
         gamma: discount of one decision.
         n_step: n >= 1, the most rewards of a transition.
     """
-    counted = segment.loss_mask & (weight.cpu() > 0).repeat_interleave(segment.lengths.cpu()).to(
-        segment.loss_mask.device
-    )
-    start = torch.nonzero(counted)[:, 0]
-    ends = torch.nonzero(segment.ends)[:, 0]
-    last = ends[torch.searchsorted(ends, start)]  # the end of the episode of each decision
+    start = torch.nonzero(counted_decisions(segment, weight))[:, 0]
+    last = last_decisions(segment, start)
     stop = torch.minimum(start + n_step, last + 1)  # the element after the window
     rewards = torch.zeros(len(start), dtype=torch.float32, device=start.device)
     for k in range(n_step):
@@ -85,3 +90,20 @@ def transitions_of(segment: ActionSegment, weight: Tensor, gamma: float, n_step:
         discounts=discounts,
         following={key: value[after] for key, value in segment.observations.items()},
     )
+
+
+def last_decisions(segment: ActionSegment, decisions: Tensor) -> Tensor:
+    """[N] the last decision of the episode of each of `decisions` [N], as positions in the packed fields."""
+    ends = torch.nonzero(segment.ends)[:, 0]
+    return ends[torch.searchsorted(ends, decisions)]
+
+
+def counted_decisions(segment: ActionSegment, weight: Tensor) -> Tensor:
+    """[sum L] bool, the decisions of the rows of weight > 0."""
+    counts = (weight.cpu() > 0).repeat_interleave(segment.lengths.cpu())
+    return segment.loss_mask & counts.to(segment.loss_mask.device)
+
+
+def num_decisions(segment: ActionSegment, weight: Tensor) -> int:
+    """The number of decisions of the rows of weight > 0."""
+    return int(counted_decisions(segment, weight).sum())

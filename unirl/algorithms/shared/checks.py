@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import math
 
-from unirl.config.errors import InvalidValueError
+from unirl.config.errors import IncompatibleError, InvalidValueError
+from unirl.types.sampling import ActionSamplingParams
 
 
 def check_key(holds: bool, key: str, rule: str, value: object, hint: str = "") -> None:
     """The value of `key` is right if `holds`."""
     if not holds:
         raise InvalidValueError(f"{key} must {rule}, got {value}" + (f"; {hint}" if hint else ""))
+
+
+def check_no_expert(sampling: ActionSamplingParams) -> None:
+    """Raises IncompatibleError (2020) if an expert acts or labels: only imitation learns from it."""
+    if sampling.expert_share is not None:
+        raise IncompatibleError(
+            f"sampling.expert_share={sampling.expert_share}: this loss learns from the actions of the policy itself, "
+            "not from an expert. Leave out sampling.expert_share and pipeline.expert, or set "
+            "algorithm._target_=unirl.algorithms.imitation.BehaviourCloning"
+        )
 
 
 def check_coefficients(**keys: float) -> None:

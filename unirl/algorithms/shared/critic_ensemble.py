@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
@@ -72,6 +72,20 @@ class RunningNorm(nn.Module):
         return (x - self.get_buffer("mean")) / (self.get_buffer("variance") + EPSILON).sqrt()
 
 
+def check_vectors(observations: Mapping[str, Sequence[int]]) -> None:
+    """Raises IncompatibleError (2020) if an observation is an image.
+
+    Args:
+        observations: shapes by key.
+    """
+    images = [key for key, shape in observations.items() if len(shape) == 3]
+    if images:
+        raise IncompatibleError(
+            f"bundle.observations: {images[0]} is an image, and these critics read vectors. Use an environment "
+            "with a state, or a loss on the policy's own samples, such as unirl.algorithms.action_ppo.ActionPPO"
+        )
+
+
 class Critics(nn.Module):
     """E critics: layers of `width` units with ReLU, each normalized on request, and the log of the temperature alpha.
 
@@ -99,12 +113,7 @@ class Critics(nn.Module):
             alpha: initial temperature.
         """
         super().__init__()
-        images = [key for key, shape in observations.items() if len(shape) == 3]
-        if images:
-            raise IncompatibleError(
-                f"bundle.observations: {images[0]} is an image, and these critics read vectors. Use an environment "
-                "with a state, or a loss on the policy's own samples, such as unirl.algorithms.action_ppo.ActionPPO"
-            )
+        check_vectors(observations)
         self.keys, self.norm = tuple(observations), norm
         size = sum(math.prod(shape) for shape in observations.values()) + action_size
         sizes = [size, *[width] * depth]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from unirl.types.device import CPU, accelerator, device_module
 
@@ -30,11 +31,15 @@ class RankInfo:
 
     def sum_over_dp(self, value: float) -> float:
         """The sum of `value` over the data-parallel ranks, in float64."""
-        if self.dp_size == 1:
-            return value
-        total = torch.tensor(value, dtype=torch.float64)
-        torch.distributed.all_reduce(total, group=self.group)
-        return float(total)
+        return float(self.total_over_dp(torch.tensor(value, dtype=torch.float64)))
+
+    def total_over_dp(self, values: Tensor) -> Tensor:
+        """The sum of `values`, on the CPU, over the data-parallel ranks, elementwise in float64."""
+        total = values.double()
+        if self.dp_size > 1:
+            total = total.clone()
+            torch.distributed.all_reduce(total, group=self.group)
+        return total
 
     def max_over_dp(self, values: Sequence[int]) -> list[int]:
         """The maximum of each value over the data-parallel ranks. All ranks pass equally many values."""

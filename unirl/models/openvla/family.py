@@ -124,16 +124,28 @@ class OpenVLABundle(ActionBundle):
         super().__init__({POLICY: network}, facts, dtype=torch_dtype, device=device)
 
     @classmethod
+    def facts_from(cls, settings: Mapping[str, Any]) -> ActionFacts:
+        """The facts of the policy with these settings of a recipe, without its weights."""
+        names = ("observations", "actions", "chunk", "prompt_tokens")
+        observations, actions, chunk, prompt_tokens = (settings[name] for name in names)
+        config = cls._config_to_plan(settings["path"], settings["revision"])
+        return facts_of(config, image_shapes(observations), actions, chunk, prompt_tokens, 1)
+
+    @classmethod
+    def _config_to_plan(cls, path: str, revision: str | None) -> Config:
+        """The configuration, without the weights."""
+        if path in cls.published and revision is None:
+            return cls.published[path]
+        if path in cls.toys:
+            return cls.toys[path]
+        return checked_config(language_directory(path, revision, configs_only=True))
+
+    @classmethod
     def estimate(cls, path: str, revision: str | None = None) -> ModelEstimate:
         """The sizes of a model that is not loaded, for decisions of one action from one image."""
         from accelerate import init_empty_weights
 
-        if path in cls.published and revision is None:
-            config = cls.published[path]
-        elif path in cls.toys:
-            config = cls.toys[path]
-        else:
-            config = checked_config(language_directory(path, revision, configs_only=True))
+        config = cls._config_to_plan(path, revision)
         facts = facts_of(config, {CAMERA: (3, 224, 224)}, NUM_ACTIONS, 1, PROMPT_TOKENS, 1)
         with quiet_libraries(), init_empty_weights(include_buffers=False):
             network = OpenVLAPolicy(

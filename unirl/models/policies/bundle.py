@@ -17,9 +17,11 @@ from unirl.models.base import Bundle
 from unirl.models.chunks import batch_multiple
 from unirl.models.policies.flow import FlowPolicy
 from unirl.models.policies.networks import (
+    LOG_STD_BOUNDS,
     Activation,
     CategoricalPolicy,
     GaussianPolicy,
+    Initial,
     PolicyNetwork,
     SquashedGaussianPolicy,
 )
@@ -76,11 +78,12 @@ class PolicyBundle(ActionBundle):
         device: torch.device,
         depth: int,
         activation: Activation,
+        normalize: bool = False,
     ) -> None:
         """
         Args:
             settings: the other keyword arguments that build the same network, for an export.
-            depth, activation: those of the network, which the value head shares.
+            depth, activation, normalize: those of the network, which the value head shares.
         """
         observations = {key: list(shape) for key, shape in shapes.items()}
         common = {"observations": observations, "depth": depth, "activation": activation}
@@ -93,6 +96,7 @@ class PolicyBundle(ActionBundle):
             chunk=network.chunk,
             is_squashed=network.is_squashed,
             has_entropy=network.has_entropy,
+            is_normalized=normalize,
             batch_multiple=batch_multiple(device),
         )
         super().__init__({POLICY: network}, facts, dtype=torch.float32, device=device)
@@ -174,6 +178,7 @@ def described(
         chunk=chunk,
         is_squashed=policy.is_squashed,
         has_entropy=policy.has_entropy,
+        is_normalized=settings.get("normalize", False),
     )
 
 
@@ -192,6 +197,7 @@ class CategoricalBundle(PolicyBundle):
         width: int = 64,
         depth: int = 2,
         activation: Activation = "tanh",
+        normalize: bool = False,
     ) -> None:
         """
         Args:
@@ -201,13 +207,16 @@ class CategoricalBundle(PolicyBundle):
             width: units of a layer.
             depth: layers before the output.
             activation: after each layer.
+            normalize: subtract the running mean of observations that are vectors, and divide by their running std.
         """
         positive(actions=actions, width=width, depth=depth)
         shapes = shapes_of(observations)
         space = DiscreteActions(actions)
-        network = CategoricalPolicy(shapes, space, width, depth, activation, key_seed(seed, POLICY))
-        settings = {"actions": actions, "width": width}
-        super().__init__(network, shapes, settings, device=device, depth=depth, activation=activation)
+        network = CategoricalPolicy(shapes, space, width, depth, activation, key_seed(seed, POLICY), normalize)
+        settings = {"actions": actions, "width": width, "normalize": normalize}
+        super().__init__(
+            network, shapes, settings, device=device, depth=depth, activation=activation, normalize=normalize
+        )
 
     @classmethod
     def facts_from(cls, settings: Mapping[str, Any]) -> ActionFacts:
@@ -232,6 +241,8 @@ class GaussianBundle(PolicyBundle):
         width: int = 64,
         depth: int = 2,
         activation: Activation = "tanh",
+        normalize: bool = False,
+        initial: Initial = "orthogonal",
     ) -> None:
         """
         Args:
@@ -239,20 +250,30 @@ class GaussianBundle(PolicyBundle):
             observations: length of the observation `state`, or shapes by key.
             actions: A, the dimensions of an action.
             squashed: tanh of a Gaussian whose std depends on the observation, as for SAC.
-            log_std: initial log of the std, of a policy that is not squashed.
+            log_std: initial log of the std.
             width: units of a layer.
             depth: layers before the output.
             activation: after each layer.
+            normalize: subtract the running mean of observations that are vectors, and divide by their running std.
+            initial: weights of the layers: orthogonal, with biases of zero, or uniform, as layers of torch start.
         """
         positive(actions=actions, width=width, depth=depth)
         shapes, space, start = shapes_of(observations), ContinuousActions(actions), key_seed(seed, POLICY)
-        network: PolicyNetwork
-        if squashed:
-            network = SquashedGaussianPolicy(shapes, space, width, depth, activation, start)
-        else:
-            network = GaussianPolicy(shapes, space, width, depth, activation, start, log_std)
-        settings = {"actions": actions, "squashed": squashed, "log_std": log_std, "width": width}
-        super().__init__(network, shapes, settings, device=device, depth=depth, activation=activation)
+        low, high = LOG_STD_BOUNDS
+        if squashed and not low < log_std < high:
+            raise InvalidValueError(
+                f"bundle.log_std must lie in ({low:g}, {high:g}), the bounds of a squashed policy, got {log_std:g}"
+            )
+        kind: type[GaussianPolicy] | type[SquashedGaussianPolicy]
+        kind = SquashedGaussianPolicy if squashed else GaussianPolicy
+        network = kind(shapes, space, width, depth, activation, start, log_std, normalize, initial)
+        settings = {
+            "actions": actions, "squashed": squashed, "log_std": log_std, "width": width, "normalize": normalize,
+            "initial": initial,
+        }  # fmt: skip
+        super().__init__(
+            network, shapes, settings, device=device, depth=depth, activation=activation, normalize=normalize
+        )
 
     @classmethod
     def facts_from(cls, settings: Mapping[str, Any]) -> ActionFacts:

@@ -176,17 +176,16 @@ class FlowPolicy(FlowChain):
         levels = torch.cat([sigma[:, None], waves.sin(), waves.cos()], dim=1)
         return self.output_layer(self.layers(torch.cat([encoded, x, levels], dim=1)))
 
+    def imitation(self, observations: Observations, actions: Tensor, eps: Tensor, levels: Tensor) -> Tensor:
+        """[N] flow-matching loss: mean over dimensions of (v(o, x, sigma) - (eps - a))^2 / 2.
 
-def matching_loss(
-    policy: FlowPolicy, observations: Observations, targets: Tensor, eps: Tensor, sigma: Tensor
-) -> Tensor:
-    """[N] flow-matching loss of imitation: mean over dimensions of (v(o, x, sigma) - (eps - a))^2 / 2.
+        x = (1 - sigma) a + sigma eps. Lipman et al. 2023, arXiv:2210.02747.
 
-    x = (1 - sigma) a + sigma eps. Lipman et al. 2023, arXiv:2210.02747.
-
-    Args:
-        targets: a [N, C A] the actions to imitate, in [-1, 1].
-    """
-    x = (1 - sigma[:, None]) * targets + sigma[:, None] * eps
-    v = policy.velocity(policy.parameters_of(observations), x, sigma)
-    return 0.5 * (v - (eps - targets)).square().mean(1)
+        Args:
+            actions: a [N, C, A], in [-1, 1].
+            eps: [N, K, C A], of which the first entry is read.
+            levels: sigma [N].
+        """
+        a, noise, sigma = actions.flatten(1), eps[:, 0], levels[:, None]
+        v = self.velocity(self.parameters_of(observations), (1 - sigma) * a + sigma * noise, levels)
+        return 0.5 * (v - (noise - a)).square().mean(1)

@@ -30,9 +30,13 @@ PARTS = "parts"
 HIDDEN = "hidden"
 """The output with the states [N, D] from which values are computed, of a policy that makes such states."""
 Activation = Literal["tanh", "relu", "silu"]
+Initial = Literal["orthogonal", "uniform"]
+"""How the layers of an encoder start: `initialise`, or as layers of torch do, with random weights and biases."""
 ACTIVATIONS: Mapping[Activation, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
 Shapes = Mapping[str, Sequence[int]]
 """The shapes of observations by key."""
+CLIP = 10.0
+"""Bound of the absolute values of observations that are normalized by running statistics."""
 LARGE_IMAGE, SMALLEST_IMAGE = 36, 15
 """Pixels per side for which the filters of 8, 4 and 3 pixels fit, and those of 3, 3 and 3 pixels."""
 
@@ -42,17 +46,24 @@ class ObservationEncoder(nn.Module):
 
     The convolutions are those of Mnih et al. 2015 (doi:10.1038/nature14236). Their filters need 36 pixels per side, so
     smaller images pass through filters of 3 x 3 with stride 2.
+
+    With `normalize`, mean and std of vectors are parameters that no gradient reaches, so that they are saved, sent and
+    exported like weights. The stack writes them (`unirl/train/normalization.py`). Otherwise they are buffers.
     """
 
-    def __init__(self, shapes: Shapes, width: int, depth: int, activation: Activation) -> None:
+    def __init__(self, shapes: Shapes, width: int, depth: int, activation: Activation, normalize: bool = False) -> None:
         super().__init__()
+        self.normalize = normalize
         self.shapes = {key: tuple(shape) for key, shape in shapes.items()}
         act = ACTIVATIONS[activation]
         self.images = nn.ModuleDict({key: image_layers(shape) for key, shape in self.shapes.items() if len(shape) == 3})
         for key, shape in self.shapes.items():
             if key not in self.images:
-                self.register_buffer(f"{key}_mean", torch.zeros(shape))
-                self.register_buffer(f"{key}_std", torch.ones(shape))
+                for name, value in zip(statistics_of(key), (torch.zeros(shape), torch.ones(shape)), strict=True):
+                    if normalize:
+                        self.register_parameter(name, nn.Parameter(value))
+                    else:
+                        self.register_buffer(name, value)
         sizes = (
             [self._features_of(key) for key in self.shapes] if self.images else [sum(map(math.prod, shapes.values()))]
         )
@@ -81,8 +92,11 @@ class ObservationEncoder(nn.Module):
         return self.layers(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
 
     def scaled(self, key: str, values: Tensor) -> Tensor:
-        """(values - mean) / std with the statistics of the observation, which training does not change."""
-        mean, std = self.get_buffer(f"{key}_mean"), self.get_buffer(f"{key}_std")
+        """(values - mean) / std with the statistics of the observation; clipped if they are running ones."""
+        if self.normalize:
+            mean, std = [self.get_parameter(name).detach() for name in statistics_of(key)]
+            return ((values - mean) / std).clamp(-CLIP, CLIP)
+        mean, std = [self.get_buffer(name) for name in statistics_of(key)]
         return (values - mean) / std
 
     def measure(self, observations: Observations) -> None:
@@ -92,6 +106,11 @@ class ObservationEncoder(nn.Module):
                 std = values.float().std(0)
                 self.get_buffer(f"{key}_mean").copy_(values.float().mean(0))
                 self.get_buffer(f"{key}_std").copy_(torch.where(std > 1e-6, std, 1.0))
+
+
+def statistics_of(key: str) -> tuple[str, str]:
+    """The names of mean and std of an observation in its encoder."""
+    return f"{key}_mean", f"{key}_std"
 
 
 def image_layers(shape: Sequence[int]) -> nn.Sequential:
@@ -208,21 +227,58 @@ class PolicyNetwork(nn.Module):
         """What the environment gets of recorded actions, one after another."""
         return actions[:, None]
 
+    def recorded(self, executed: Shaped[Tensor, "N chunk *action"]) -> Shaped[Tensor, "N *recorded"]:
+        """The recorded form of actions that somebody else took: what `executed` turns into them.
+
+        Raises:
+            IncompatibleError: 2020, what is executed does not say what was drawn.
+        """
+        raise IncompatibleError(f"a {type(self).__name__} has no recorded form for actions that it did not draw")
+
+    def imitation(
+        self,
+        observations: Observations,
+        actions: Shaped[Tensor, "N chunk *action"],
+        eps: Shaped[Tensor, "N *noise"],
+        levels: Float[Tensor, "N"],
+    ) -> Float[Tensor, "N"]:
+        """The loss of imitating actions: -log pi(a | o), nats.
+
+        Args:
+            actions: those of the environment, in [-1, 1] or numbers of discrete ones.
+            eps, levels: standard normal [N, *noise_shape], and uniform in [0, 1); for policies without a density.
+        """
+        return -self(observations, actions=self.recorded(actions))["logp"]
+
 
 class EncodedPolicy(PolicyNetwork):
     """A policy whose parameters are a linear function of the features of its observations."""
 
-    def __init__(self, shapes: Shapes, outputs: int, width: int, depth: int, activation: Activation, seed: int) -> None:
+    def __init__(
+        self,
+        shapes: Shapes,
+        outputs: int,
+        width: int,
+        depth: int,
+        activation: Activation,
+        seed: int,
+        normalize: bool = False,
+        initial: Initial = "orthogonal",
+    ) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.encoder = ObservationEncoder(shapes, width, depth, activation)
+            self.encoder = ObservationEncoder(shapes, width, depth, activation, normalize)
             self.output_layer = nn.Linear(width, outputs)
-            initialise(self.encoder, math.sqrt(2))
+            if initial == "orthogonal":
+                initialise(self.encoder, math.sqrt(2))
             initialise(self.output_layer, 0.01)
 
     def parameters_of(self, observations: Observations) -> Tensor:
         return self.output_layer(self.encoder(observations))
+
+    def recorded(self, executed: Tensor) -> Tensor:
+        return executed[:, 0]
 
 
 class CategoricalPolicy(EncodedPolicy):
@@ -232,9 +288,16 @@ class CategoricalPolicy(EncodedPolicy):
     noise_shape = ()
 
     def __init__(
-        self, shapes: Shapes, actions: DiscreteActions, width: int, depth: int, activation: Activation, seed: int
+        self,
+        shapes: Shapes,
+        actions: DiscreteActions,
+        width: int,
+        depth: int,
+        activation: Activation,
+        seed: int,
+        normalize: bool = False,
     ) -> None:
-        super().__init__(shapes, actions.count, width, depth, activation, seed)
+        super().__init__(shapes, actions.count, width, depth, activation, seed, normalize)
         self.actions, self.count = actions, actions.count
 
     def draw(self, parameters: Tensor, noise: Tensor) -> Tensor:
@@ -268,8 +331,10 @@ class GaussianPolicy(EncodedPolicy):
         activation: Activation,
         seed: int,
         log_std: float = 0.0,
+        normalize: bool = False,
+        initial: Initial = "orthogonal",
     ) -> None:
-        super().__init__(shapes, actions.size, width, depth, activation, seed)
+        super().__init__(shapes, actions.size, width, depth, activation, seed, normalize, initial)
         self.actions = actions
         self.noise_shape = (actions.size,)
         self.log_std = nn.Parameter(torch.full((actions.size,), log_std))
@@ -298,7 +363,9 @@ def normal_log_prob(x: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
 
 
 LOG_STD_BOUNDS = (-5.0, 2.0)
-"""Bounds of the log of the std of a squashed Gaussian."""
+"""Bounds of the log of the std of a squashed Gaussian. Its initial value lies between them."""
+LARGEST_ACTION = 0.999
+"""The largest size of a demonstrated action of a squashed Gaussian: tanh(3.8)."""
 
 
 class SquashedGaussianPolicy(EncodedPolicy):
@@ -306,6 +373,9 @@ class SquashedGaussianPolicy(EncodedPolicy):
 
     u is recorded, so the log-prob is exact where tanh is saturated:
     log pi(a) = log N(u) - sum log(1 - tanh(u)^2),  log(1 - tanh(u)^2) = 2 (log 2 - u - softplus(-2 u)).
+
+    The mean starts near 0, and the std at exp(`log_std`). With a std of 0.85 the first actions are nearly uniform:
+    their distribution function differs by at most 0.01 from that of U(-1, 1).
     """
 
     is_squashed = True
@@ -313,11 +383,23 @@ class SquashedGaussianPolicy(EncodedPolicy):
     noise = "normal"
 
     def __init__(
-        self, shapes: Shapes, actions: ContinuousActions, width: int, depth: int, activation: Activation, seed: int
+        self,
+        shapes: Shapes,
+        actions: ContinuousActions,
+        width: int,
+        depth: int,
+        activation: Activation,
+        seed: int,
+        log_std: float = 0.0,
+        normalize: bool = False,
+        initial: Initial = "orthogonal",
     ) -> None:
-        super().__init__(shapes, 2 * actions.size, width, depth, activation, seed)
+        super().__init__(shapes, 2 * actions.size, width, depth, activation, seed, normalize, initial)
         self.actions = actions
         self.noise_shape = (actions.size,)
+        low, high = LOG_STD_BOUNDS
+        with torch.no_grad():
+            self.output_layer.bias[actions.size :] = math.atanh(2 * (log_std - low) / (high - low) - 1)
 
     def parameters_of(self, observations: Observations) -> Tensor:
         mean, free = super().parameters_of(observations).chunk(2, dim=1)
@@ -344,15 +426,21 @@ class SquashedGaussianPolicy(EncodedPolicy):
     def executed(self, actions: Tensor) -> Tensor:
         return actions.tanh()[:, None]
 
+    def recorded(self, executed: Tensor) -> Tensor:
+        """[N, A] u with tanh(u) = a. Numbers beyond LARGEST_ACTION are moved to it, since u has to be finite."""
+        return executed[:, 0].clamp(-LARGEST_ACTION, LARGEST_ACTION).atanh()
+
 
 class ObservationValueHead(nn.Module):
     """V(o) in fp32, with an encoder of its own. It starts at 0 everywhere."""
 
-    def __init__(self, shapes: Shapes, width: int, depth: int, activation: Activation, seed: int) -> None:
+    def __init__(
+        self, shapes: Shapes, width: int, depth: int, activation: Activation, seed: int, normalize: bool = False
+    ) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.encoder = ObservationEncoder(shapes, width, depth, activation)
+            self.encoder = ObservationEncoder(shapes, width, depth, activation, normalize)
             self.output_layer = nn.Linear(width, 1)
             initialise(self.encoder, math.sqrt(2))
             nn.init.zeros_(self.output_layer.weight)

@@ -24,7 +24,7 @@ from unirl.models.policies.stage import ActionCanaryInputs, ActionStage
 from unirl.models.policies.videos import Camera, EpisodeVideos, videos_of
 from unirl.sde.noise import NoiseSource, key_seed
 from unirl.types.batch import bounds_of
-from unirl.types.environments import Environment, EnvironmentSpaces, EnvironmentStep, EpisodeStart, Observations
+from unirl.types.environments import Environment, EnvironmentSpaces, EnvironmentStep, EpisodeStart, Expert, Observations
 from unirl.types.facts import ActionFacts
 from unirl.types.primitives import Episodes
 from unirl.types.progress import progress
@@ -74,16 +74,24 @@ class PolicyPipeline:
 
     capabilities: ClassVar[Capabilities] = Capabilities(modalities=("action",))
 
-    def __init__(self, bundle: ActionBundle, *, env: Environment, videos: EpisodeVideos | None = None) -> None:
+    def __init__(
+        self,
+        bundle: ActionBundle,
+        *,
+        env: Environment,
+        videos: EpisodeVideos | None = None,
+        expert: Expert | None = None,
+    ) -> None:
         """
         Args:
             env: the environments. Each row of a request acts in one of them.
             videos: which episodes are drawn, by an environment with `render`. null: none.
+            expert: labels every decision with its own action, for imitation. null: there is none.
         """
         self.bundle = bundle
         self.facts: ActionFacts = bundle.facts
         self.stage = bundle.stage()
-        self.env, self.videos = env, videos
+        self.env, self.videos, self.expert = env, videos, expert
         check_spaces(self.facts, env.spaces)
 
     @classmethod
@@ -111,6 +119,7 @@ class PolicyPipeline:
             check_spaces(facts, env.spaces)
             check_limit(sampling, env.spaces)
             check_chunk(facts.chunk, sampling.max_steps, env.spaces.most_steps)
+            check_expert(facts, sampling, settings["expert"] is not None)
             if evaluation is not None:
                 check_limit(evaluation, env.spaces, "in evaluations, ")
             if env.is_keyed:
@@ -179,6 +188,22 @@ class PolicyPipeline:
         return ActionCanaryInputs(observations=observations, noise=noise)
 
 
+def check_expert(facts: ActionFacts, sampling: ActionSamplingParams, has_expert: bool) -> None:
+    """Raises IncompatibleError (2020) for an expert without its share of decisions, or the reverse."""
+    if has_expert != (sampling.expert_share is not None):
+        given, missing = (
+            ("pipeline.expert is set", "sampling.expert_share")
+            if has_expert
+            else (f"sampling.expert_share={sampling.expert_share}", "pipeline.expert")
+        )
+        raise IncompatibleError(f"{given}, and {missing} is not. Set both, or leave out both")
+    if has_expert and facts.chunk > 1:
+        raise IncompatibleError(
+            f"pipeline.expert says one action for each state, and the policy decides on {facts.chunk} at a time. Set "
+            "bundle.chunk=1, or imitate recorded episodes (stack.offline)"
+        )
+
+
 def environment_in(settings: Mapping[str, object]) -> Environment:
     """The environment of the block `pipeline` of a recipe."""
     node = settings["env"]
@@ -232,6 +257,7 @@ class EpisodeLoop:
         """
         self.camera = None if pipeline.videos is None else Camera(pipeline.env, pipeline.videos, shown)
         self.env, self.stage, self.req, self.params = pipeline.env, pipeline.stage, req, params
+        self.expert = None if params.expert_share is None else pipeline.expert
         self.noise = NoiseSource(params.seed, req.purpose, req.step)
         self.count = len(req)
         self.limit = params.max_steps
@@ -255,9 +281,15 @@ class EpisodeLoop:
                 self.camera.before(decision)
             seen = self.seen(rows, observations)
             chosen = self.stage.decide(seen, self.noise_at(decision, rows), self.params.deterministic)
-            decision += 1
-            after = self.act(rows, chosen["executed"])
             columns = {"actions": chosen["actions"], "logp": chosen["logp"]}
+            executed = chosen["executed"]
+            if self.expert is not None:
+                columns["labels"] = self.expert.label(observations)
+                taken = columns["labels"][:, None]
+                acts = self.expert_acts(decision, rows).view(-1, *[1] * (taken.dim() - 1))
+                executed = torch.where(acts, taken, executed)
+            decision += 1
+            after = self.act(rows, executed)
             self.add(rows, seen, after, columns)
             ended = after.terminated | after.truncated
             is_last = self.limit is not None and decision == self.limit
@@ -284,7 +316,7 @@ class EpisodeLoop:
             number = self.episodes[row]
             self.episodes[row] += 1
             id = self.req.group_ids[row] if number == 0 else self.req.sample_ids[row]
-            seed = key_seed(self.params.seed, self.noise.key(id, f"start{number}"))
+            seed = start_seed(self.noise, id, number)
             options = self.req.metadata[row].get(START_OPTIONS, {})
             starts.append(EpisodeStart(seed=seed, task=self.req.prompts()[row], options=options))
         return self.env.reset(rows, starts)
@@ -303,6 +335,11 @@ class EpisodeLoop:
             self.block = draw(self.req.sample_ids, f"act{number}", (NOISE_BLOCK, *policy.noise_shape))
         assert self.block is not None
         return self.block[:, place] if len(rows) == self.count else self.block[rows, place]
+
+    def expert_acts(self, decision: int, rows: Tensor) -> Tensor:
+        """[n] bool, the rows in which the expert acts, each with probability beta of the step."""
+        ids = [self.req.sample_ids[row] for row in rows.tolist()]
+        return self.noise.uniform(ids, f"expert{decision}", ()) < self.params.beta(self.req.step)
 
     def act(self, rows: Tensor, executed: Tensor) -> EnvironmentStep:
         """The outcome of a chunk of actions [n, chunk, ...]: rewards are summed, until an episode ends."""
@@ -383,6 +420,16 @@ class EpisodeLoop:
     def segment(self) -> ActionSegment:
         """The decisions of all rows."""
         return self.record.segment(self.count, self.finished)
+
+
+def start_seed(noise: NoiseSource, id: str, number: int = 0) -> int:
+    """The seed of the start of an episode.
+
+    Args:
+        id: of the group, for the first episode of a row; of the row, for later ones.
+        number: of the episode in its row.
+    """
+    return key_seed(noise.seed, noise.key(id, f"start{number}"))
 
 
 def joined(step: EnvironmentStep, later: EnvironmentStep, going: Tensor) -> EnvironmentStep:

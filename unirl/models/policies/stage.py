@@ -72,7 +72,8 @@ class ActionStage:
 
     def build_value_head(self, width: int, seed: int) -> nn.Module:
         seed = key_seed(seed, "value_head")
-        return ObservationValueHead(self.facts.observations, width, self.depth, self.activation, seed)
+        shapes, normalize = self.facts.observations, self.facts.is_normalized
+        return ObservationValueHead(shapes, width, self.depth, self.activation, seed, normalize)
 
     @torch.no_grad()
     def decide(self, observations: Observations, noise: Tensor, deterministic: bool = False) -> Outputs:

@@ -180,6 +180,13 @@ class TrainBackend(ABC):
         """Save the state of `kept` with every checkpoint from now on, and restore it with `load`."""
 
     @abstractmethod
+    def assign(self, values: Mapping[str, Tensor]) -> None:
+        """Overwrite trained parameters, by name, by whole values, which are equal on all ranks.
+
+        Names that nothing has here are left out, such as those of a value head that the loss does not need.
+        """
+
+    @abstractmethod
     def finish_step(self) -> None:
         """Update the snapshots that change once per training step. Called at the end of each step."""
 

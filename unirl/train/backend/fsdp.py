@@ -42,7 +42,7 @@ from unirl.train.configs import (
     TrainTopology,
     ValueConfig,
 )
-from unirl.types.device import CPU, move_module
+from unirl.types.device import CPU, move_module, to_device
 from unirl.types.facts import LoraSpec
 
 VALUE_HEAD = "value_head"
@@ -258,6 +258,14 @@ class FSDPBackend(TrainBackend):
             culprit=culprit,
             value_grad_norm=norms[1] if self.value_head is not None else None,
         )
+
+    @torch.no_grad()
+    def assign(self, values: Mapping[str, Tensor]) -> None:
+        for layout in self.layouts:
+            layout.reshard()
+            for name in layout.trainable.keys() & values.keys():
+                rows = values[name][layout.rows(layout.trainable[name])]
+                layout.shards[name].copy_(to_device(rows, self.device))
 
     def finish_step(self) -> None:
         # The name and the number of updates identify a snapshot, so it may change only if an update was done.

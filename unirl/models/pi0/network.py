@@ -172,9 +172,7 @@ class Pi0Policy(FlowChain):
 
     def parameters_of(self, observations: Observations) -> Features:
         """Keys and values [N, 2 L, heads, P, d], bool [N, P] of real tokens, state [N, S], its output [N, W]."""
-        is_trained = any(parameter.requires_grad for parameter in self.pi0.model.vlm.parameters())
-        with torch.set_grad_enabled(torch.is_grad_enabled() and is_trained):
-            prefix, seen = self._prefix(observations)
+        prefix, seen = self._prefix(observations)
         mean, std = self.get_buffer("state_mean"), self.get_buffer("state_std")
         numbers = (observations[STATE].float() - mean) / (std + EPS)
         state = pad(numbers, (0, self.state_width - numbers.shape[1]))

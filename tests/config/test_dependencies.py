@@ -9,7 +9,7 @@ import tomllib
 import pytest
 
 from tests.source_tree import ROOT, modules
-from unirl.config.dependencies import need
+from unirl.config.dependencies import need, need_version
 from unirl.config.errors import DependencyError
 from unirl.reward.local.ocr import EXTRAS
 
@@ -52,3 +52,16 @@ def test_rewards_ask_for_their_libraries_in_one_way():
     rewards = [module for name, module in modules().items() if name.startswith(("unirl.reward", "unirl.cli.reward"))]
     assert len(rewards) > 40
     assert [module.name for module in rewards if catches_missing_imports(module)] == []
+
+
+@pytest.mark.parametrize(
+    ("installed", "is_old"), [("5.9.1", True), ("5.24.0", False), ("5.100.0", False), ("6.0", False)]
+)
+def test_an_old_library_is_named_with_the_version_that_is_needed(installed, is_old, monkeypatch):
+    monkeypatch.setattr("unirl.config.dependencies.version", lambda name: installed)
+    if not is_old:
+        return need_version("transformers", (5, 24), by="pi0")
+    with pytest.raises(
+        DependencyError, match=f"pi0 needs transformers>=5.24, and {installed} is installed: pip install"
+    ):
+        need_version("transformers", (5, 24), by="pi0")

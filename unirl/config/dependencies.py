@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from importlib.metadata import version
 from importlib.util import find_spec
 
 from unirl.config.errors import AddressError, DependencyError
@@ -23,6 +24,18 @@ def need(*modules: str, by: str, extra: str = "", install: str = "") -> None:
     if missing:
         way_out = install or f"pip install 'unirl[{extra}]'"
         raise DependencyError(f"{by} needs {', '.join(missing)}, not installed here: {way_out}")
+
+
+def need_version(distribution: str, least: tuple[int, int], by: str) -> None:
+    """Raises DependencyError (3001) if an installed library is older than `least`, its major and minor version.
+
+    Args:
+        by: the class or setting that needs it, for the message.
+    """
+    found = version(distribution)
+    if tuple(int(part) for part in found.split(".")[:2]) < least:
+        wanted = f"{distribution}>={least[0]}.{least[1]}"
+        raise DependencyError(f"{by} needs {wanted}, and {found} is installed: pip install '{wanted}'")
 
 
 def is_installed(module: str) -> bool:

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from unirl.config.dependencies import need_version
 from unirl.config.errors import InvalidValueError, NotFoundError
 from unirl.models.chunks import batch_multiple
 from unirl.models.language.bundle import VOCABULARIES, load_tokenizer
@@ -32,7 +33,7 @@ from unirl.models.openvla.actions import STATISTICS, scale_of, statistics_of
 from unirl.models.openvla.network import Config, DecisionPart, DecodingOrder, OpenVLAPolicy
 from unirl.models.openvla.vision_towers import TOWERS
 from unirl.models.policies.bundle import POLICY, ActionBundle, positive, shapes_of
-from unirl.models.policies.stage import InstructedStage
+from unirl.models.policies.stage import WITH_CACHE, InstructedStage
 from unirl.types.device import CPU
 from unirl.types.environments import INSTRUCTION, ContinuousActions
 from unirl.types.facts import ActionFacts
@@ -107,6 +108,8 @@ class OpenVLABundle(ActionBundle):
             meta_init: leave the network without storage. The train backend then reads only the rows of its shards.
         """
         positive(actions=actions, chunk=chunk, prompt_tokens=prompt_tokens)
+        if decoding == "autoregressive":
+            need_version("transformers", WITH_CACHE, by="bundle.decoding=autoregressive")
         shapes = image_shapes(observations)
         self.path, self.revision, self.prompt_tokens, self.dtype_name = path, revision, prompt_tokens, dtype
         self.root = None if path in self.toys else language_directory(path, revision)

@@ -5,7 +5,6 @@ The network is `PI0ForConditionalGeneration` of transformers, which also reads t
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from unirl.config.errors import DependencyError, InvalidValueError, NotFoundError
+from unirl.config.dependencies import need_version
+from unirl.config.errors import InvalidValueError, NotFoundError
 from unirl.models.chunks import batch_multiple
 from unirl.models.language.bundle import VOCABULARIES, load_network, load_tokenizer
 from unirl.models.loading.checkpoint import read_entries
@@ -26,7 +26,7 @@ from unirl.models.loading.hub import copy_files, language_directory, quiet_libra
 from unirl.models.loading.toy_tokenizers import gemma_tokenizer
 from unirl.models.pi0.network import CountedEntries, Pi0Policy, Scale
 from unirl.models.policies.bundle import POLICY, ActionBundle, positive, shapes_of
-from unirl.models.policies.stage import InstructedStage
+from unirl.models.policies.stage import WITH_CACHE, InstructedStage
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.types.device import CPU
 from unirl.types.environments import INSTRUCTION, STATE, ContinuousActions
@@ -55,8 +55,6 @@ BESIDE = (
     *(PROCESSOR, "preprocessor_config.json"),
 )
 """Files of a checkpoint that an export has, too."""
-FIRST_VERSION = "5.24"
-"""The first version of transformers with which this class was run."""
 
 
 class Pi0Bundle(ActionBundle):
@@ -101,7 +99,7 @@ class Pi0Bundle(ActionBundle):
             train: `expert` leaves PaliGemma as it is. With `backend.lora_cfg` it says which layers get adapters.
             prompt_tokens: places for the tokens of an instruction. A longer one is an error.
         """
-        check_transformers(type(self).__name__)
+        need_version("transformers", WITH_CACHE, by=type(self).__name__)
         self.path, self.revision, self.prompt_tokens, self.dtype_name = path, revision, prompt_tokens, dtype
         self.root = None if path in self.toys else language_directory(path, revision)
         self.config = self.toys[path] if self.root is None else checked_config(self.root)
@@ -316,18 +314,6 @@ def checked_config(root: Path) -> Config:
             "the folder that its `save_pretrained` writes"
         )
     return config
-
-
-def check_transformers(by: str) -> None:
-    """Raises DependencyError (3001) for a version of transformers without this model, or with other caches."""
-    import transformers
-    from transformers.models.gemma.modeling_gemma import GemmaModel
-
-    if "cache" not in inspect.signature(GemmaModel.forward).parameters:
-        raise DependencyError(
-            f"{by} needs transformers >= {FIRST_VERSION}, and {transformers.__version__} is installed: "
-            f"pip install 'transformers>={FIRST_VERSION}'"
-        )
 
 
 def configuration_of(config: Config) -> PI0Config:

@@ -148,6 +148,10 @@ class ActionStage:
         return take_rows(values, padded_rows(count, self.facts.batch_multiple))
 
 
+WITH_CACHE = (5, 24)
+"""The first version of transformers whose language models take their cache as `cache`."""
+
+
 class InstructedStage(ActionStage):
     """Decides and replays with a policy that reads instructions. A value is a function of its output `HIDDEN`."""
 

@@ -94,6 +94,7 @@ def no_bundle_is_built(monkeypatch):
             2020,
             "trains squashed Gaussian policies, and the bundle has a openvla",
         ),
+        (FLOW, ["algorithm.ratio_of=part"], 2020, "the decisions of a FlowPolicy have no parts"),
         (SAC, ["bundle.normalize=true"], 2020, "ReplayStack does not follow the statistics of observations"),
     ],
 )

@@ -58,7 +58,14 @@ class PartRatios(ARGRPO):
         check_no_expert(sampling)
 
     def check_facts(self, facts: ModelFacts) -> None:
-        if self.entropy_coef > 0 and isinstance(facts, ActionFacts) and not facts.has_entropy:
+        if not isinstance(facts, ActionFacts):
+            return
+        if self.ratio_of == "part" and not facts.has_parts:
+            raise IncompatibleError(
+                f"algorithm.ratio_of=part: the decisions of a {facts.family} have no parts. Set "
+                "algorithm.ratio_of=decision"
+            )
+        if self.entropy_coef > 0 and not facts.has_entropy:
             raise IncompatibleError(
                 f"algorithm.entropy_coef={self.entropy_coef}: the entropy of a {facts.family} has no closed form. Set "
                 "algorithm.entropy_coef=0, or bundle.squashed=false"
@@ -76,11 +83,7 @@ class PartRatios(ARGRPO):
         """The tokens with the ratios of the parts of each decision, if these are clipped."""
         if self.ratio_of == "decision":
             return tokens
-        if replay.parts is None:
-            raise IncompatibleError(
-                "algorithm.ratio_of=part: the decisions of this policy have no parts. Set algorithm.ratio_of=decision, "
-                "or for OpenVLA bundle.parts=token or action"
-            )
+        assert replay.parts is not None, "facts that say a decision has parts belong to a policy that gives them"
         old = self.anchor(rows, OLD_PARTS, part)
         gaps = replay.parts - (replay.parts.detach() if old is None else old)
         counted = tokens.rows.token_mask[:, None]

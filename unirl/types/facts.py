@@ -275,6 +275,8 @@ class ActionFacts(ModelFacts):
     """Executed actions lie in (-1, 1), and they and their log-probs are differentiable functions of the noise."""
     has_entropy: bool = True
     """The entropy of a decision has a closed form."""
+    has_parts: bool = False
+    """A decision has parts with log-probs of their own, such as tokens."""
     is_normalized: bool = False
     """Running statistics scale the observations that are vectors."""
     tokens_per_decision: int = 1

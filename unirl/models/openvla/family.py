@@ -292,6 +292,7 @@ def facts_of(
         observations={**shapes, INSTRUCTION: (prompt_tokens,)},
         actions=ContinuousActions(actions),
         chunk=chunk,
+        has_parts=True,
         tokens_per_decision=len(shapes) * patches + prompt_tokens + chunk * actions,
         batch_multiple=multiple,
     )

@@ -115,7 +115,7 @@ def run(name: str, seed: int) -> dict[str, Any]:
             raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-2000:]}")
         events = [row for row in read_rows(folder / "events.jsonl") if row["ev"] == "alarm.raise" and "step" in row]
         alarms = [{"alarm": row["alarm"], "step": row["step"], "text": row["text"]} for row in events]
-        measures = ("rollout/reward_mean", "rollout/response_len_mean", "rollout/diversity", "rollout/fine_detail")
+        measures = ("rollout/reward_mean", "rollout/response_len_mean")
         courses = {
             metric: [[row["step"], row[metric]] for row in read_rows(folder / "metrics.jsonl") if metric in row]
             for metric in measures

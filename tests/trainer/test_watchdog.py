@@ -34,10 +34,15 @@ def noisy(start: float, end: float, count: int = 40, spread: float = 0.01) -> li
 
 
 def course_of(trace: Trace, evaluations: Sequence[tuple[int, float, float]] = ()) -> Course:
-    count = max(len(values) for values in trace.values())
-    rows = [{"step": step + 1, **{name: each[step] for name, each in trace.items()}} for step in range(count)]
+    """A trace of metrics by step, and the held-out rewards (step, mean, standard error) of evaluations."""
+
+    def rows_of(is_evaluated: bool) -> list[dict[str, float]]:
+        part = {name: each for name, each in trace.items() if name.startswith("eval/") == is_evaluated}
+        count = max((len(values) for values in part.values()), default=0)
+        return [{"step": step + 1, **{name: each[step] for name, each in part.items()}} for step in range(count)]
+
     scored = [{"step": step, "eval/reward_mean": mean, "eval/reward_stderr": se} for step, mean, se in evaluations]
-    return Course(History(rows), History(scored))
+    return Course(History(rows_of(False)), History([*rows_of(True), *scored]))
 
 
 def found(name: str, trace: Trace, evaluations: Sequence[tuple[int, float, float]] = ()) -> Finding | None:
@@ -49,8 +54,8 @@ RISING = noisy(0.2, 0.8)
 BAD: dict[AlarmName, tuple[Trace, Sequence[tuple[int, float, float]]]] = {
     "heldout.falls": ({HELD: RISING}, [(0, 0.2, 0.02), (20, 0.5, 0.02), (40, 0.3, 0.02)]),
     "component.falls": ({HELD: RISING, "reward/clip_mean": noisy(0.5, 0.2)}, ()),
-    "diversity.collapse": ({"rollout/diversity": [0.3, 0.28, 0.2, 0.05]}, ()),
-    "detail.grows": ({"rollout/fine_detail": [0.001, 0.0012, 0.006]}, ()),
+    "diversity.collapse": ({"eval/diversity": [0.3, 0.28, 0.2, 0.05]}, ()),
+    "detail.grows": ({"eval/fine_detail": [0.001, 0.0012, 0.006]}, ()),
     "length.drift": ({"rollout/response_len_mean": noisy(20.0, 90.0)}, ()),
     "kl.runaway": ({"train/approx_kl": [*noisy(0.01, 0.02), *noisy(0.5, 2.0)]}, ()),
     "ratio.runaway": ({"train/clip_fraction": noisy(0.1, 0.99)}, ()),
@@ -61,8 +66,8 @@ BAD: dict[AlarmName, tuple[Trace, Sequence[tuple[int, float, float]]]] = {
 GOOD: dict[AlarmName, tuple[Trace, Sequence[tuple[int, float, float]]]] = {
     "heldout.falls": ({HELD: RISING}, [(0, 0.2, 0.02), (20, 0.5, 0.02), (40, 0.45, 0.02)]),
     "component.falls": ({HELD: RISING, "reward/clip_mean": noisy(0.5, 0.45)}, ()),
-    "diversity.collapse": ({"rollout/diversity": [0.3, 0.28, 0.2, 0.1]}, ()),
-    "detail.grows": ({"rollout/fine_detail": [0.001, 0.0012, 0.0015]}, ()),
+    "diversity.collapse": ({"eval/diversity": [0.3, 0.28, 0.2, 0.1]}, ()),
+    "detail.grows": ({"eval/fine_detail": [0.001, 0.0012, 0.0015]}, ()),
     "length.drift": ({"rollout/response_len_mean": noisy(20.0, 23.0)}, ()),
     "kl.runaway": ({"train/approx_kl": noisy(0.01, 0.1)}, ()),
     "ratio.runaway": ({"train/clip_fraction": noisy(0.1, 0.7), "train/ratio_max": noisy(1.2, 5.0)}, ()),
@@ -92,7 +97,7 @@ def test_an_alarm_says_since_when():
     trace = {"rollout/zero_std_group_ratio": [0.2] * 5 + [1.0] * 25}
     finding = found("groups.equal", trace)
     assert finding is not None and finding.since == 6 and "100%" in finding.text
-    finding = found("detail.grows", {"rollout/fine_detail": [0.001, 0.001, 0.005, 0.009]})
+    finding = found("detail.grows", {"eval/fine_detail": [0.001, 0.001, 0.005, 0.009]})
     assert finding is not None and (finding.since, finding.value) == (3, 0.009)
 
 
@@ -124,14 +129,6 @@ def test_a_metric_that_is_not_finite_or_short_is_no_sign(name):
     missing = {metric: [float("nan")] * len(values) for metric, values in trace.items()}
     assert found(name, missing, evaluations) is None
     assert found(name, {metric: values[:1] for metric, values in trace.items()}) is None
-
-
-def test_the_samples_of_evaluations_are_watched_too():
-    evaluations = History([{"step": 0, "eval/fine_detail": 0.001}, {"step": 10, "eval/fine_detail": 0.01}])
-    course = Course(History(), evaluations)
-    finding = watchdog.detail_grows(course, CONFIG)
-    assert finding is not None and finding.since == 10
-    assert watchdog.diversity_collapses(course, CONFIG) is None
 
 
 # Measures of samples

@@ -7,6 +7,7 @@ from unirl.cli.start import shown_start
 from unirl.config.failures import Session
 from unirl.config.secrets import refuse_masked
 from unirl.tracking.console import evaluation
+from unirl.tracking.media import metrics_of_evaluation
 from unirl.trainer.assemble import build_trainer
 from unirl.trainer.run_folder import check_weights, quiet_tracker, saved_run
 
@@ -36,11 +37,11 @@ def run(argv: list[str], session: Session) -> int:
         shown_start(Session(), "evaluating"),
         build_trainer(saved.recipe, session, tracker=quiet_tracker(saved, out, session.argv)) as trainer,
     ):
-        before = trainer.evaluate().metrics() if options.baseline else None
+        before = metrics_of_evaluation(trainer.evaluate()) if options.baseline else None
         trainer.state.load(saved.checkpoint)
         result = trainer.evaluate()
         folder = out / "eval" / f"step-{trainer.state.step:06d}"
-    after = result.metrics()
+    after = metrics_of_evaluation(result)
     if options.json:
         facts = {"step": saved.checkpoint.step, "folder": str(folder)}
         print(json.dumps(after | facts | ({} if before is None else {"before": before}), indent=1))

@@ -8,9 +8,8 @@ from itertools import combinations
 import numpy as np
 from PIL import Image
 
-OF_STEP = {"diversity": "rollout/diversity", "fine_detail": "rollout/fine_detail"}
 OF_EVALUATION = {"diversity": "eval/diversity", "fine_detail": "eval/fine_detail"}
-"""Measures to the metrics that have them, for the kept samples of a step and for those of an evaluation."""
+"""Measures to the metrics of an evaluation that have them."""
 SIDE = 8
 """Pixels per side of the small images that are compared."""
 PIECE = 3

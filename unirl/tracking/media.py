@@ -7,6 +7,7 @@ from functools import singledispatch
 from pathlib import Path
 
 from unirl.tracking.images import ImageMedia, pixels
+from unirl.tracking.measures import OF_EVALUATION
 from unirl.tracking.samples import Media, SampleRow, SampleTable, row_of
 from unirl.tracking.tables import Row
 from unirl.tracking.texts import TextMedia
@@ -58,6 +59,12 @@ def table_of_evaluation(result: EvalResult) -> SampleTable[Media]:
         for i, reward in enumerate(result.rewards.tolist())
     ]
     return SampleTable(tuple(rows), media_of(result.media))
+
+
+def metrics_of_evaluation(result: EvalResult) -> dict[str, float]:
+    """The metrics to log of an evaluation: its scores, and the measures of its samples."""
+    measures = media_of(result.media).measures()
+    return result.metrics() | {OF_EVALUATION[name]: value for name, value in measures.items()}
 
 
 def read_samples(rows: Sequence[Row], folder: Path) -> SampleTable[Media]:

@@ -30,9 +30,6 @@ METRICS: Mapping[str, str] = {
     "rollout/truncated_fraction": "share of responses that stopped at the length limit",
     "rollout/skipped_blocks": "share of the calls of blocks that the step cache left out; only with "
     "`sampling.cache_threshold`",
-    "rollout/diversity": "how far apart the kept samples are: mean distance of two small images, or share of unequal "
-    "three-letter pieces of two texts",
-    "rollout/fine_detail": "mean squared difference of the kept images from their 3 x 3 averages",
     "reward/<component>_mean": "mean of one reward component",
     "reward/<component>_std": "population standard deviation of one reward component",
     "reward/<component>_missing": "samples that a logged-only reward could not score",
@@ -114,8 +111,9 @@ METRICS: Mapping[str, str] = {
     "eval/pass@<k>": "probability that at least one of k samples is right; unbiased estimate from all n samples",
     "eval/maj@<n>": "share of held-out prompts whose most frequent answer among n samples is right",
     "eval/unscored": "held-out samples that could not be scored and that no mean includes",
-    "eval/diversity": "how far apart the samples of an evaluation are, as `rollout/diversity`",
-    "eval/fine_detail": "fine detail of the images of an evaluation, as `rollout/fine_detail`",
+    "eval/diversity": "how far apart the samples are: mean distance of two small images, or share of unequal "
+    "three-letter pieces of two texts",
+    "eval/fine_detail": "mean squared difference of the images from their 3 x 3 averages",
     "eval/<component>_mean": "mean of one reward component on held-out prompts",
     "time/step": "wall time of the step",
     "time/generate": "sampling",

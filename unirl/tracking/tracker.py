@@ -11,8 +11,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any
 
 from unirl.tracking.console import Change, Console, accuracies, evaluation
-from unirl.tracking.measures import OF_EVALUATION
-from unirl.tracking.media import read_samples, table_of_evaluation
+from unirl.tracking.media import metrics_of_evaluation, read_samples, table_of_evaluation
 from unirl.tracking.metrics import check_event, check_names
 from unirl.tracking.mirrors import Mirror, Mirrors, RunInfo
 from unirl.tracking.overview import draw_overview
@@ -136,11 +135,10 @@ class Tracker:
 
         Returns the path of the page.
         """
-        table = table_of_evaluation(result)
-        metrics = result.metrics() | {OF_EVALUATION[name]: value for name, value in table.media.measures().items()}
+        metrics = metrics_of_evaluation(result)
         check_names(metrics, self._tracks)
         folder = self.run.fresh_step_folder("eval", step)
-        saved = replace(table, remark=remark_of(self.run.root)).saved(folder)
+        saved = replace(table_of_evaluation(result), remark=remark_of(self.run.root)).saved(folder)
         self._remark(saved.media)
         rows = [vars(row) for row in saved.rows]
         scores = {"step": step, "metrics": metrics, "samples": rows}

@@ -13,7 +13,6 @@ from unirl.config.recipe import RecipeConfig
 from unirl.distributed.weight_sync.base import SyncReport
 from unirl.reward.failures import drop_reasons
 from unirl.reward.service import root_rows
-from unirl.tracking.measures import OF_STEP
 from unirl.tracking.samples import REWRITE, SampleRow, SampleTable, StepRewards
 from unirl.train.parity import GAP_METRIC, ParityGate, parity_table
 from unirl.trainer.refill import SelectedSamples
@@ -101,7 +100,6 @@ class Monitor:
             step = StepRewards(len(track), float(track.rewards.double().mean()))
             chosen = spread_rows(req.group_ids, self.config.tracking.max_samples)
             media = media_of(preview(track.decoded.select(chosen)))
-            self.tracker.record({OF_STEP[name]: value for name, value in media.measures().items()})
             rows = sample_rows(req.select(chosen), track.select(chosen), self.track)
             self.tracker.samples(done, SampleTable(rows, media, step))
 

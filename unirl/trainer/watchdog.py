@@ -225,19 +225,17 @@ def detail_grows(course: Course, config: WatchConfig) -> Finding | None:
 
 
 def _of_samples(course: Course, measure: str, is_bad: Callable[[float, float], bool], words: str) -> Finding | None:
-    """Compares the newest samples with the first ones: those of evaluations, and those of steps that keep samples.
+    """Compares the samples of the newest evaluation with those of the first one, which have equal prompts and noise.
 
     Episodes are left out, since those of a good policy look alike.
     """
     if course.steps.of_run(EPISODES) is not None:
         return None
-    for series in (*course.evaluations.series(f"eval/{measure}"), *course.steps.series(f"rollout/{measure}")):
-        before, now = series.values[0], series.values[-1]
-        if len(series.values) > 1 and is_bad(before, now):
-            pairs = zip(series.steps, series.values, strict=True)
-            since = next(step for step, value in pairs if is_bad(before, value))
-            return Finding(f"{words} ({series.name}) went from {before:.4g} to {now:.4g}", since, now)
-    return None
+    series = course.evaluations.of_run(f"eval/{measure}")
+    if series is None or not is_bad(before := series.values[0], now := series.values[-1]):
+        return None
+    since = next(step for step, value in zip(series.steps, series.values, strict=True) if is_bad(before, value))
+    return Finding(f"{words} ({series.name}) went from {before:.4g} to {now:.4g}", since, now)
 
 
 def length_drifts(course: Course, config: WatchConfig) -> Finding | None:
@@ -328,13 +326,13 @@ SIGNS: tuple[Sign, ...] = (
         "diversity.collapse",
         "look at the samples; strengthen the KL term, lower the learning rate, or take more prompts",
         diversity_collapses,
-        ("rollout/diversity", EPISODES),
+        (EPISODES,),
     ),
     Sign(
         "detail.grows",
         "look at the samples for grain or grids; add a reward for quality, or strengthen the KL term",
         detail_grows,
-        ("rollout/fine_detail", EPISODES),
+        (EPISODES,),
     ),
     Sign(
         "length.drift",

@@ -59,7 +59,8 @@ def named_hub_ids() -> dict[str, str]:
     for recipe in list_recipes((ROOT / "examples",)):
         for key, value in leaves(compose(recipe.name).tree):
             text = re.sub(r"\$\{oc\.env:\w+,(.*)\}", r"\1", str(value))
-            if key.split(".")[-1] == "path" and loading_hub.HUB_ID.fullmatch(text):
+            is_path = key.split(".")[-1] == "path" and not (ROOT / text).exists()
+            if is_path and loading_hub.HUB_ID.fullmatch(text):
                 result.setdefault(text, recipe.name)
     return result
 

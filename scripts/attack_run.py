@@ -68,7 +68,7 @@ class AttackResult:
     seconds: float = 0.0
     figures: dict[str, float] = field(default_factory=dict)
     won: list[str] = field(default_factory=list)
-    """What happened in each trial that the attack won."""
+    """One line for each trial that the attack won."""
 
     def note(self, held: bool, otherwise: str) -> None:
         self.trials += 1

@@ -32,7 +32,8 @@ class WatchConfig:
     """
 
     on_alarm: Literal["log", "stop", "checkpoint_and_stop"] = "log"
-    """What an alarm does: a warning and an event; the run also ends without saving this step; or it saves and ends."""
+    """`log` writes a warning and an event. `stop` also ends the run, without saving this step. `checkpoint_and_stop`
+    saves this step before the run ends."""
     ignore: tuple[AlarmName | Literal["all"], ...] = ()
     """Names of alarms that are never raised; `all` = none is."""
     reference_steps: Annotated[int, Meta(ge=1)] = 5

@@ -81,7 +81,7 @@ class ImageMedia(TiledMedia):
         return saved(gallery_sheet(self.tiles(), drawn), folder / "grid.png")
 
     def measures(self) -> dict[str, float]:
-        """How far the images are apart, and their fine detail."""
+        """The mean distance between the images, and their fine detail."""
         return image_measures(self.images)
 
     def mirror(self, mirrors: Mirrors, page: MirroredPage, rows: Sequence[SampleRow]) -> None:

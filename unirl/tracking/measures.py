@@ -1,4 +1,4 @@
-"""Measures of samples for alarms: how far they are apart, and how much fine detail images have."""
+"""Measures of samples for alarms: the mean distance between samples, and the fine detail of images."""
 
 from __future__ import annotations
 

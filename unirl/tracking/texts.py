@@ -58,7 +58,7 @@ class TextMedia(Media):
         return len(self.texts)
 
     def measures(self) -> dict[str, float]:
-        """How far the texts are apart."""
+        """The mean distance between the texts."""
         return text_measures(self.texts)
 
     @classmethod

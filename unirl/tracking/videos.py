@@ -124,7 +124,7 @@ class VideoMedia(TiledMedia):
         return len(self.videos)
 
     def measures(self) -> dict[str, float]:
-        """How far the middle frames of the videos are apart, and their fine detail."""
+        """The mean distance between the middle frames of the videos, and their fine detail."""
         frames = [video.pixels[len(video.pixels) // 2] for video in self.videos if video.num_frames]
         return image_measures(np.stack(frames)) if frames else {}
 

@@ -46,11 +46,11 @@ class TransitionLoss(StageAlgorithm[ActionStage, ActionSegment]):
 
     @abstractmethod
     def transitions(self, segment: ActionSegment, weight: Float[Tensor, "B"], n_step: int) -> Transitions:
-        """What the store keeps of the policy's own rows."""
+        """The transitions of the policy's own rows that the store keeps."""
 
     @abstractmethod
     def demonstrated(self, stage: ActionStage, segment: ActionSegment, n_step: int) -> Transitions:
-        """What is learned from demonstrations, whose actions are those of the environment, [sum L, *action]."""
+        """The transitions of demonstrations, whose actions are those of the environment, [sum L, *action]."""
 
     @abstractmethod
     def transition_loss(self, stage: ActionStage, batch: Transitions, generator: torch.Generator) -> BatchLoss:
@@ -65,7 +65,7 @@ class TransitionLoss(StageAlgorithm[ActionStage, ActionSegment]):
         """The metrics of an update, from the parts of its loss."""
 
     def after_update(self, stage: ActionStage) -> None:
-        """What follows an update that was applied. By default, nothing."""
+        """Called after an update that was applied. By default, it does nothing."""
         return None
 
     def check_own_rows(self, sampling: ActionSamplingParams) -> None:

@@ -23,7 +23,7 @@ from unirl.types.segments import ActionSegment
 TOY = "toy"
 """The path of demonstrations at random, of the shapes of the policy."""
 TOLERANCE = 1e-4
-"""How far a scaled action may lie outside of [-1, 1] by rounding. It is clipped."""
+"""The largest distance outside of [-1, 1] that counts as rounding of a scaled action, which is then clipped."""
 DIGEST = "digest"
 
 

@@ -19,7 +19,7 @@ STATE = "state"
 MINARI, LEROBOT = "data/metadata.json", "meta/info.json"
 """The file by which a folder is recognised."""
 OBSERVATION = "observation."
-"""How the names of observations begin in LeRobot's data sets."""
+"""The prefix of the names of observations in LeRobot's data sets."""
 VERSIONS = ("v2.", "v3.")
 """Versions of LeRobot's format that are read."""
 

@@ -1,4 +1,4 @@
-"""What differs between runs: their settings, their outcome on held-out prompts, and their cost."""
+"""Compares runs: their settings, their outcome on held-out prompts, and their cost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SettingDifference:
     shown: tuple[str, ...]
     """The values as in YAML."""
     sources: tuple[str, ...]
-    """Who set the value in each run, as in `Setting.source`; empty if the run has no such setting."""
+    """The source of the value in each run, as in `Setting.source`; empty if the run has no such setting."""
 
     @property
     def is_absent_default(self) -> bool:
@@ -50,7 +50,7 @@ class PairedOutcome:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a run took."""
+    """The cost of a run."""
 
     steps: int
     samples: int
@@ -115,7 +115,7 @@ def outcome_of(before: StoredSamples, after: StoredSamples) -> PairedOutcome:
 
 
 def cost_of(run: RunRecord) -> Cost:
-    """What a run took, by its metrics."""
+    """The cost of a run, by its metrics."""
     metrics = run.metrics
     times = {
         name.removeprefix("time/"): seconds for name, seconds in metrics.totals.items() if name.startswith("time/")
@@ -131,7 +131,7 @@ def cost_of(run: RunRecord) -> Cost:
 
 
 def notes_on(runs: Sequence[RunRecord], differences: Iterable[SettingDifference]) -> list[str]:
-    """What a reader of a comparison must know before the figures."""
+    """Remarks that a reader of a comparison needs before the figures."""
     notes = []
     if any(each.key.startswith("reward.") for each in differences):
         notes.append("the settings of the reward differ, so rewards of one name may not mean the same")

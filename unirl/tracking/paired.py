@@ -49,7 +49,7 @@ class PairedDifference:
     """Mean over prompts of the first evaluation."""
     after: float
     interval: Interval | None
-    """Of `after - before`. None for fewer than FEWEST_PROMPTS prompts."""
+    """The interval of `after - before`. None for fewer than FEWEST_PROMPTS prompts."""
 
     @property
     def difference(self) -> float:

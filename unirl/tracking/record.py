@@ -1,11 +1,11 @@
-"""What a run recorded, read back from its files: the one reader for everything that shows a run.
+"""Reads the records of a run from its files: the one reader for everything that shows a run.
 
 It works while the run writes, after it was killed, and on a copy of its folder elsewhere. Nothing is written.
 
     run = RunRecord("runs/unirl/first")
     run.status.state, run.metrics.last, run.evaluations, run.settings, run.problems
 
-Every text comes from files that somebody else may have written: whoever shows it must escape it.
+Every text comes from files that somebody else may have written, so code that shows it must escape it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class WriterSession:
 
 @dataclass(frozen=True, kw_only=True)
 class RunExit:
-    """How the run ended."""
+    """The end of the run."""
 
     code: int
     reason: str = ""
@@ -79,7 +79,7 @@ class RunFacts:
     git: Commit | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
     chosen: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """What the run chose for settings `auto`: key to `value` and `why`."""
+    """The choices of the run for settings `auto`: key to `value` and `why`."""
 
     @property
     def remark(self) -> str:
@@ -94,7 +94,7 @@ class Setting:
     key: str
     value: object
     source: str
-    """Who set it: `default`, `recipe`, `environment`, `command line`, `scale=toy`."""
+    """The source of the value: `default`, `recipe`, `environment`, `command line`, `scale=toy`."""
     place: str = ""
     """File and line, if the run recorded them."""
 

@@ -86,11 +86,11 @@ TASKS = {
         network={"net_arch": {"pi": [64, 64], "vf": [64, 64]}, "log_std_init": -0.5},
     ),
     "halfcheetah_sac": Task(
-        "HalfCheetah-v5", "embodied/halfcheetah_sac", 1000, 10, 5, "SAC",
-        {"learning_rate": 3e-4, "learning_starts": 1000, **EPISODES},
+        "HalfCheetah-v5", "embodied/halfcheetah_sac", 1000, 30, 6, "SAC",
+        {"learning_rate": 3e-4, "learning_starts": 999, **EPISODES},
         network={"net_arch": [256, 256]},
     ),
-    "halfcheetah_crossq": Task("HalfCheetah-v5", "embodied/halfcheetah_crossq", 1000, 10, 5, "", {}),
+    "halfcheetah_crossq": Task("HalfCheetah-v5", "embodied/halfcheetah_crossq", 1000, 30, 6, "", {}),
 }  # fmt: skip
 Curve = list[tuple[int, float]]
 """Environment steps, and the mean return there."""

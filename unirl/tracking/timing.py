@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,10 +15,14 @@ GIB = 2**30
 
 
 class PhaseTimers:
-    """Sums the wall time of named phases: `with timers.phase("generate"): ...`, then `take()` once per step."""
+    """Sums the wall time of named phases: `with timers.phase("generate"): ...`, then `take()` once per step.
+
+    Phases of several threads may overlap. A phase counts for the step in which it ends.
+    """
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
+        self._lock = threading.Lock()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -29,13 +34,18 @@ class PhaseTimers:
             devices = devices_in_use()
             if devices is not None:
                 devices.synchronize()
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+            with self._lock:
+                self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def seconds(self, name: str) -> float:
+        """The time of a phase since the last `take`."""
+        return self._seconds.get(name, 0.0)
 
     def take(self) -> dict[str, float]:
         """Returns `time/<phase>` in seconds since the last call, and resets the timers."""
-        seconds = {f"time/{name}": value for name, value in self._seconds.items()}
-        self._seconds = {}
-        return seconds
+        with self._lock:
+            seconds, self._seconds = self._seconds, {}
+        return {f"time/{name}": value for name, value in seconds.items()}
 
 
 def peak_memory() -> dict[str, float]:

@@ -1,0 +1,80 @@
+"""Steps that are generated while the weights learn from earlier ones: which weights they come from, and resuming."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.run_files import metrics_of
+from unirl.config.errors import IncompatibleError
+from unirl.config.load import load
+from unirl.plan.preflight import preflight
+from unirl.trainer.assemble import build_trainer
+
+COMMON = ("scale=toy", "tracking.sample_steps=0", "evaluation.eval_steps=0", "backend.optimizer_cfg.learning_rate=3e-3")
+SEPARATE = "diffusion/sd3_replica_lora_separate"
+
+
+def run(folder: Path, *overrides: str):
+    loaded = load(SEPARATE, [*COMMON, f"run.dir={folder}", *overrides])
+    preflight(loaded)
+    with build_trainer(loaded) as trainer:
+        trainer.train()
+    return trainer
+
+
+def final_weights(folder: Path, step: int) -> bytes:
+    return (folder / f"checkpoints/checkpoint-{step:06d}/policy/weights.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 4])
+def test_a_step_samples_from_the_weights_of_so_many_steps_before(staleness, tmp_path) -> None:
+    run(tmp_path, "num_rollouts=6", f"asynchronous.max_staleness={staleness}")
+    rows = metrics_of(tmp_path)
+    versions = [2 * max(step - staleness, 0) for step in range(6)]  # two updates a step
+    assert [row["sync/version"] for row in rows] == versions
+    assert [row["rollout/staleness_max"] for row in rows] == [2 * step - versions[step] for step in range(6)]
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+@pytest.mark.parametrize("stop", [1, 2, 4])
+def test_a_stopped_run_resumes_exactly(staleness, stop, tmp_path) -> None:
+    settings = (f"asynchronous.max_staleness={staleness}", "save_interval=1", "evaluation.eval_steps=2")
+    run(tmp_path / "whole", "num_rollouts=5", *settings)
+    run(tmp_path / "broken", f"num_rollouts={stop}", *settings)
+    run(tmp_path / "broken", "num_rollouts=5", *settings)
+    assert metrics_of(tmp_path / "broken") == metrics_of(tmp_path / "whole")
+    assert final_weights(tmp_path / "broken", 5) == final_weights(tmp_path / "whole", 5)
+
+
+@pytest.mark.slow
+def test_ray_and_one_process_train_the_same_weights(tmp_path) -> None:
+    settings = ("num_rollouts=4", "asynchronous.max_staleness=2", "reward_parts=2", "placement.reward=cpu")
+    run(tmp_path / "ray", "runtime=ray", *settings)
+    run(tmp_path / "local", "runtime=local", *settings)
+    assert final_weights(tmp_path / "ray", 4) == final_weights(tmp_path / "local", 4)
+
+
+@pytest.mark.slow
+def test_dynamic_sampling_draws_the_same_prompts_as_in_turns(tmp_path) -> None:
+    settings = ("num_rollouts=3", "refill.max_draws=2", "backend.optimizer_cfg.learning_rate=1e-12")
+    run(tmp_path / "ahead", "asynchronous.max_staleness=2", *settings)
+    run(tmp_path / "in_turns", *settings)
+    rewards = [[row["rollout/reward_mean"] for row in metrics_of(tmp_path / name)] for name in ("ahead", "in_turns")]
+    assert rewards[0] == rewards[1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["rollout=trainside", "~sync", "~placement"], "samples with the trained weights themselves"),
+        (["placement.rollout=0", "placement.train=0"], "shares the devices of the trainer"),
+        (["weight_sync_interval=2"], "both let samples be older"),
+        (["row_transport=collective"], "Set row_transport=object_store"),
+    ],
+)
+def test_what_cannot_be_generated_ahead_is_refused_with_the_way_out(overrides, says) -> None:
+    with pytest.raises(IncompatibleError, match=says) as error:
+        preflight(load(SEPARATE, ["scale=toy", "asynchronous.max_staleness=1", *overrides]))
+    assert "max_staleness" in str(error.value)

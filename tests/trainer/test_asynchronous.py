@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ def final_weights(folder: Path, step: int) -> bytes:
     return (folder / f"checkpoints/checkpoint-{step:06d}/policy/weights.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("staleness", [1, 2, 4])
+@pytest.mark.parametrize("staleness", [1, 4])
 def test_a_step_samples_from_the_weights_of_so_many_steps_before(staleness, tmp_path) -> None:
     run(tmp_path, "num_rollouts=6", f"asynchronous.max_staleness={staleness}")
     rows = metrics_of(tmp_path)
@@ -37,8 +38,10 @@ def test_a_step_samples_from_the_weights_of_so_many_steps_before(staleness, tmp_
     assert [row["rollout/staleness_max"] for row in rows] == [2 * step - versions[step] for step in range(6)]
 
 
-@pytest.mark.parametrize("staleness", [1, 3])
-@pytest.mark.parametrize("stop", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("staleness", "stop"),
+    [(1, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 1), (3, 1), (3, 2), (3, 4)))],
+)
 def test_a_stopped_run_resumes_exactly(staleness, stop, tmp_path) -> None:
     settings = (f"asynchronous.max_staleness={staleness}", "save_interval=1", "evaluation.eval_steps=2")
     run(tmp_path / "whole", "num_rollouts=5", *settings)
@@ -54,6 +57,22 @@ def test_ray_and_one_process_train_the_same_weights(tmp_path) -> None:
     run(tmp_path / "ray", "runtime=ray", *settings)
     run(tmp_path / "local", "runtime=local", *settings)
     assert final_weights(tmp_path / "ray", 4) == final_weights(tmp_path / "local", 4)
+
+
+@pytest.mark.slow
+def test_every_prompt_is_trained_once_and_in_the_order_of_a_run_in_turns(tmp_path) -> None:
+    settings = ("num_rollouts=12", "tracking.sample_steps=1", "tracking.max_samples=64")
+    trained = {}
+    for name, overrides in {"ahead": ["asynchronous.max_staleness=3"], "in_turns": []}.items():
+        run(tmp_path / name, *settings, *overrides)
+        manifests = sorted((tmp_path / name).glob("samples/step-*/manifest.jsonl"))
+        rows = [[json.loads(line) for line in path.read_text().splitlines()] for path in manifests]
+        trained[name] = [[row["sample_id"] for row in step] for step in rows]
+        ledger = [json.loads(line) for line in (tmp_path / name / "ledger.jsonl").read_text().splitlines()]
+        assert [line["generated"] for line in ledger] == [len(step) for step in trained[name]] == [8] * 12
+    assert trained["ahead"] == trained["in_turns"]
+    everything = [sample for step in trained["ahead"] for sample in step]
+    assert len(everything) == len(set(everything))
 
 
 @pytest.mark.slow

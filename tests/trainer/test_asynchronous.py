@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tests.run_files import metrics_of
 from unirl.config.errors import IncompatibleError
 from unirl.config.load import load
 from unirl.plan.preflight import preflight
+from unirl.rollout.engine.replica.engine import ReplicaRolloutEngine
 from unirl.trainer.assemble import build_trainer
 
 COMMON = ("scale=toy", "tracking.sample_steps=0", "evaluation.eval_steps=0", "backend.optimizer_cfg.learning_rate=3e-3")
@@ -49,6 +51,21 @@ def test_a_stopped_run_resumes_exactly(staleness, stop, tmp_path) -> None:
     run(tmp_path / "broken", "num_rollouts=5", *settings)
     assert metrics_of(tmp_path / "broken") == metrics_of(tmp_path / "whole")
     assert final_weights(tmp_path / "broken", 5) == final_weights(tmp_path / "whole", 5)
+
+
+def test_an_error_of_the_engine_ends_the_run_at_the_step_that_needs_the_samples(tmp_path, monkeypatch) -> None:
+    sample = ReplicaRolloutEngine.sample
+
+    def failing(engine, req):
+        if req.step == 2:
+            raise OverflowError("out of sorts")
+        return sample(engine, req)
+
+    monkeypatch.setattr(ReplicaRolloutEngine, "sample", failing)
+    with pytest.raises(OverflowError, match="out of sorts"):
+        run(tmp_path, "num_rollouts=6", "asynchronous.max_staleness=1", "save_interval=1")
+    assert [row["step"] for row in metrics_of(tmp_path)] == [1, 2]  # the second one trains while the engine fails
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("generation of step")]
 
 
 @pytest.mark.slow

@@ -11,9 +11,11 @@ import pytest
 from tests.run_files import metrics_of
 from unirl.config.errors import IncompatibleError
 from unirl.config.load import load
+from unirl.distributed.group.pool import LocalPool
 from unirl.plan.preflight import preflight
 from unirl.rollout.engine.replica.engine import ReplicaRolloutEngine
 from unirl.trainer.assemble import build_trainer
+from unirl.trainer.generation import GenerationAhead
 
 COMMON = ("scale=toy", "tracking.sample_steps=0", "evaluation.eval_steps=0", "backend.optimizer_cfg.learning_rate=3e-3")
 SEPARATE = "diffusion/sd3_replica_lora_separate"
@@ -66,6 +68,27 @@ def test_an_error_of_the_engine_ends_the_run_at_the_step_that_needs_the_samples(
         run(tmp_path, "num_rollouts=6", "asynchronous.max_staleness=1", "save_interval=1")
     assert [row["step"] for row in metrics_of(tmp_path)] == [1, 2]  # the second one trains while the engine fails
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("generation of step")]
+
+
+def test_steps_that_are_not_generated_when_a_run_ends_leave_no_thread() -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    class Sampler:
+        def generate(self, step, published):
+            begun.set()
+            assert may_end.wait(10)
+            return step
+
+    pool = LocalPool(1, 1, 10.0)
+    generation = GenerationAhead(Sampler(), pool, is_concurrent=True)
+    for step in range(3):
+        generation.begin(step, {})
+    assert begun.wait(10)
+    generation.is_stopped = True
+    may_end.set()
+    pool.join_threads(10.0)
+    assert not any(thread.is_alive() for thread in pool.threads)
+    assert generation.begun[0].result() == 0
 
 
 @pytest.mark.slow

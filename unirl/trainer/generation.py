@@ -179,7 +179,9 @@ class GenerationAhead:
         try:
             if previous is not None:
                 previous.result()  # a step that failed ends the run, so none is generated after it
-            if not self.is_stopped:
+            if self.is_stopped:
+                future.cancel()
+            else:
                 future.set_result(self.sampler.generate(step, published))
         except BaseException as error:  # raised again where the loop waits for the step
             future.set_exception(error)

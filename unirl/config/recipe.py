@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 from msgspec import Meta
 
 from unirl.config.errors import did_you_mean
+from unirl.config.live import PrometheusConfig
 from unirl.config.node import Node
 from unirl.config.saving import CheckpointConfig, RestartConfig
 from unirl.config.watching import WatchConfig
@@ -102,6 +103,8 @@ class TrackingConfig:
     keep_samples: NonNegative = 0
     """Sample folders, and evaluation folders beside the first one, that remain: the newest ones; 0 = all. Tables keep
     every step."""
+    prometheus: PrometheusConfig | None = None
+    """Absent = no server of metrics."""
 
 
 @dataclass(frozen=True, kw_only=True)

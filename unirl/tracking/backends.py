@@ -15,7 +15,7 @@ from unirl.tracking.mirrors import Mirror, Preview, RunInfo
 from unirl.tracking.videos import gif_of
 
 
-class WandbMirror:
+class WandbMirror(Mirror):
     """One W&B run with the id of ours. WANDB_MODE=offline, or `offline`, keeps it on disk for `wandb sync`."""
 
     name: ClassVar[str] = "wandb"
@@ -62,7 +62,7 @@ class WandbMirror:
         self._run.finish(exit_code=code)
 
 
-class TensorBoardMirror:
+class TensorBoardMirror(Mirror):
     """Writes `<run.dir>/tensorboard`; after a resume, points of later steps are purged by TensorBoard itself."""
 
     name: ClassVar[str] = "tensorboard"
@@ -102,7 +102,7 @@ class TensorBoardMirror:
         self._writer.close()
 
 
-class SwanLabMirror:
+class SwanLabMirror(Mirror):
     """One SwanLab run. SWANLAB_MODE decides where it lives unless `offline` does."""
 
     name: ClassVar[str] = "swanlab"
@@ -153,10 +153,18 @@ def make_mirrors(names: Sequence[str]) -> tuple[Mirror, ...]:
     for name in names:
         if name not in MIRRORS:
             raise ValueError(f"tracking.mirrors: unknown mirror {name!r}; there are {', '.join(sorted(MIRRORS))}")
-        spec = find_spec(name)
-        if spec is None or spec.origin is None:  # no code: W&B leaves a folder of runs with its name
-            raise MirrorUnavailable(
-                f"tracking.mirrors names {name!r}, but the package {name} is not installed. Install it with "
-                f"pip install 'unirl[{name}]', or remove it from tracking.mirrors"
-            )
+        check_library(name, name, f"tracking.mirrors names {name!r}", "remove it from tracking.mirrors")
     return tuple(MIRRORS[name]() for name in names)
+
+
+def check_library(module: str, extra: str, who: str, way_out: str) -> None:
+    """Raises MirrorUnavailable if a library is not installed. It is not imported."""
+    try:
+        spec = find_spec(module)
+    except ModuleNotFoundError:  # a parent package is absent
+        spec = None
+    if spec is None or spec.origin is None:  # no code: W&B leaves a folder of runs with its name
+        raise MirrorUnavailable(
+            f"{who}, but the package {module} is not installed. Install it with pip install 'unirl[{extra}]', or "
+            f"{way_out}"
+        )

@@ -190,6 +190,8 @@ def pool_of(sizes: Mapping[str, RecipeSizes], tracker: Tracker, threads: ThreadC
             threads=None if threads is None else threads.count,
         )
     pool.stack_dir = tracker.run.root / "logs"
+    pool.spans = tracker.timers.spans
+    tracker.probe(pool.state)
     if is_elsewhere(config) and config.scale != "toy":
         pool.check_device = partial(check_device_memory, sizes, tracker.warn)
     pool.connect_s = config.connect_timeout_s

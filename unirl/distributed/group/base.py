@@ -13,6 +13,7 @@ from unirl.config.device_sets import DeviceSet
 from unirl.config.errors import InvalidValueError
 from unirl.distributed.group.handle import Group
 from unirl.distributed.group.rendezvous import CONNECT_S
+from unirl.tracking.timing import Spans
 from unirl.types.device import DeviceKind
 from unirl.types.progress import Heartbeat
 
@@ -50,6 +51,8 @@ class Pool(ABC, Generic[WorkerGroupT]):
         self.step = 0
         """The step that rows belong to which workers store from now on."""
         self.groups: dict[DeviceSet, WorkerGroupT] = {}
+        self.spans: Spans | None = None
+        """Records the calls of roles in groups that are made from now on."""
 
     def group(self, device_set: DeviceSet) -> WorkerGroupT:
         """The group of workers on a device set. Equal device sets give the same group.
@@ -67,6 +70,7 @@ class Pool(ABC, Generic[WorkerGroupT]):
             )
         if device_set not in self.groups:
             self.groups[device_set] = self.new_group(device_set)
+            self.groups[device_set].spans = self.spans
         return self.groups[device_set]
 
     @abstractmethod
@@ -89,6 +93,16 @@ class Pool(ABC, Generic[WorkerGroupT]):
     def status(self) -> str:
         """What the call that runs has done, as text for the console."""
         return self.heartbeat.status()
+
+    def state(self) -> dict[str, float]:
+        """The state of the run now (`unirl.tracking.metrics.STATE`). Any thread may call this."""
+        phase = self.phase
+        state = {"workers": float(self.num_workers()), "silent_s": self.heartbeat.silent_s}
+        return {**state, **({f"phase/{phase}": 1.0} if phase else {})}
+
+    def num_workers(self) -> int:
+        """The number of workers that have started."""
+        return len(self.groups)
 
     @abstractmethod
     def release(self, step: int) -> None:

@@ -17,3 +17,18 @@ class PrometheusConfig:
 
     port: Annotated[int, Meta(ge=0), Meta(le=65535)] = 0
     """Port of the server; 0 = one that is free."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenTelemetryConfig:
+    """Sends a trace of each step to a collector of OpenTelemetry, by OTLP over HTTP (`docs/live.md`).
+
+    Headers, such as those with a token, are read from the variable OTEL_EXPORTER_OTLP_HEADERS.
+    """
+
+    endpoint: str = "http://127.0.0.1:4318"
+    """Address of the collector."""
+
+    def __post_init__(self) -> None:
+        if not self.endpoint.startswith(("http://", "https://")):
+            raise ValueError(f"endpoint must begin with http:// or https://, got {self.endpoint!r}")

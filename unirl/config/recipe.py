@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 from msgspec import Meta
 
 from unirl.config.errors import did_you_mean
-from unirl.config.live import PrometheusConfig
+from unirl.config.live import OpenTelemetryConfig, PrometheusConfig
 from unirl.config.node import Node
 from unirl.config.saving import CheckpointConfig, RestartConfig
 from unirl.config.watching import WatchConfig
@@ -105,6 +105,8 @@ class TrackingConfig:
     every step."""
     prometheus: PrometheusConfig | None = None
     """Absent = no server of metrics."""
+    opentelemetry: OpenTelemetryConfig | None = None
+    """Absent = no traces."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -115,6 +115,12 @@ def live_mirrors(config: TrackingConfig, undo: ExitStack) -> list[Mirror]:
             ) from error
         undo.callback(mirror.close)
         mirrors.append(mirror)
+    if config.opentelemetry is not None:
+        for module in ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http"):
+            check_library(module, "otel", "tracking.opentelemetry is set", "remove tracking.opentelemetry")
+        from unirl.tracking.traces import OpenTelemetryMirror  # it imports the SDK
+
+        mirrors.append(OpenTelemetryMirror(config.opentelemetry.endpoint))
     return mirrors
 
 

@@ -113,6 +113,19 @@ def receiving(status: int = 200) -> Iterator[Receiver]:
         thread.join()
 
 
+def test_ids_are_not_drawn_from_the_generator_of_python(tmp_path, monkeypatch) -> None:
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    from unirl.tracking.traces import OpenTelemetryMirror
+
+    kept = InMemorySpanExporter()
+    monkeypatch.setattr(OpenTelemetryMirror, "make_exporter", lambda self: kept)
+    random.seed(7)
+    drive(tmp_path / "r", "http://unused")
+    assert random.random() == random.Random(7).random()
+    assert len({span.context.trace_id for span in kept.get_finished_spans()}) == 2
+
+
 def drive(root: Path, endpoint: str) -> None:
     """Two steps of a run with a trace."""
     from unirl.tracking.traces import OpenTelemetryMirror
@@ -130,10 +143,8 @@ def failures(root: Path) -> list[str]:
 
 
 def test_a_collector_receives_the_spans_by_otlp_over_http(tmp_path) -> None:
-    random.seed(7)
     with receiving() as server:
         drive(tmp_path / "r", f"http://127.0.0.1:{server.server_port}/")
-    assert random.random() == random.Random(7).random(), "ids must not draw from Python's generator"
     assert server.paths == {"/v1/traces"}
     assert sorted(span.name for span in server.spans) == ["generate", "generate", "step", "step"]
     by_id = {span.span_id: span for span in server.spans}

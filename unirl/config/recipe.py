@@ -90,7 +90,7 @@ class RunConfig:
 class TrackingConfig:
     """Tracking services that get the metrics as well, and how many samples are kept."""
 
-    mirrors: tuple[Literal["wandb", "tensorboard", "swanlab"], ...] = ()
+    mirrors: tuple[Literal["wandb", "tensorboard", "swanlab", "trackio", "mlflow"], ...] = ()
     """Services that also get the metrics of the run directory."""
     entity: str | None = None
     """The W&B team or user."""

@@ -7,25 +7,23 @@
       train     stack.train_track
 
 Spans are the driver's view: a call begins when the driver makes it, and ends when the driver has its result.
-This module imports the SDK, so it is imported only for a run with `tracking.opentelemetry`.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
-
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
-from opentelemetry.sdk.trace.id_generator import IdGenerator
-from opentelemetry.trace import NonRecordingSpan, SpanContext, Status, StatusCode, set_span_in_context
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
 
 from unirl.tracking.mirrors import Mirror, RunInfo
 from unirl.tracking.timing import Span
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+    from opentelemetry.sdk.trace.id_generator import IdGenerator
+    from opentelemetry.trace import SpanContext
 
 PATH = "/v1/traces"
 """The path of traces at an endpoint of OTLP over HTTP."""
@@ -53,26 +51,36 @@ class OpenTelemetryMirror(Mirror):
         """
         address = endpoint.rstrip("/")
         self.endpoint = address if address.endswith(PATH) else address + PATH
+        self._has_failed = False
+        """A batch was not taken. A thread of the SDK sets this."""
         self._earlier: dict[int, SpanContext] = {}
         """The spans of the previous step, by number. A call that outlasted its phase names one as its parent."""
 
     def make_exporter(self) -> SpanExporter:
         """The exporter of the SDK that sends the spans."""
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
         return OTLPSpanExporter(endpoint=self.endpoint, timeout=EXPORT_S)
 
     def start(self, about: RunInfo) -> None:
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
         # The tracker says once that the collector failed. The library would say so for every batch.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         names = {"service.name": "unirl", "service.instance.id": about.run_id, "unirl.project": about.project}
-        self._watched = WatchedExporter(self.make_exporter())
+        self._exporter = _watched(self.make_exporter(), self._note_failure)
         self._provider = TracerProvider(
-            resource=Resource.create(names), id_generator=SystemIds(), shutdown_on_exit=False
+            resource=Resource.create(names), id_generator=_system_ids(), shutdown_on_exit=False
         )
-        self._processor = BatchSpanProcessor(self._watched, export_timeout_millis=EXPORT_S * 1000)
+        self._processor = BatchSpanProcessor(self._exporter, export_timeout_millis=EXPORT_S * 1000)
         self._provider.add_span_processor(self._processor)
         self._tracer = self._provider.get_tracer("unirl")
 
     def spans(self, step: int, spans: Sequence[Span]) -> None:
+        from opentelemetry.trace import NonRecordingSpan, Status, StatusCode, set_span_in_context
+
         self._check()
         contexts: dict[int, SpanContext] = {}
         for span in sorted(spans, key=lambda span: span.number):  # a parent begins before its children
@@ -92,9 +100,12 @@ class OpenTelemetryMirror(Mirror):
         self._provider.shutdown()
         self._check()
 
+    def _note_failure(self) -> None:
+        self._has_failed = True
+
     def _check(self) -> None:
-        if self._watched.has_failed:
-            self._watched.shutdown()
+        if self._has_failed:
+            self._exporter.shutdown()
             self._provider.shutdown()
             raise CollectorError(f"the collector at {self.endpoint} takes no spans")
 
@@ -107,27 +118,32 @@ def _attributes(step: int, span: Span) -> Mapping[str, str | int]:
     return attributes
 
 
-class SystemIds(IdGenerator):
+def _system_ids() -> IdGenerator:
     """Ids from the random numbers of the operating system."""
+    from opentelemetry.sdk.trace.id_generator import IdGenerator
 
-    def generate_span_id(self) -> int:
-        return secrets.randbits(64) or 1  # 0 is no id
+    class SystemIds(IdGenerator):
+        def generate_span_id(self) -> int:
+            return secrets.randbits(64) or 1  # 0 is no id
 
-    def generate_trace_id(self) -> int:
-        return secrets.randbits(128) or 1
+        def generate_trace_id(self) -> int:
+            return secrets.randbits(128) or 1
+
+    return SystemIds()
 
 
-class WatchedExporter(SpanExporter):
-    """An exporter that remembers whether a batch failed."""
+def _watched(inner: SpanExporter, note_failure: Callable[[], None]) -> SpanExporter:
+    """An exporter that calls `note_failure` after a batch that was not taken."""
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-    def __init__(self, inner: SpanExporter) -> None:
-        self.has_failed = False
-        self._inner = inner
+    class WatchedExporter(SpanExporter):
+        def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+            result = inner.export(spans)
+            if result is not SpanExportResult.SUCCESS:
+                note_failure()
+            return result
 
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        result = self._inner.export(spans)
-        self.has_failed |= result is not SpanExportResult.SUCCESS
-        return result
+        def shutdown(self) -> None:
+            inner.shutdown()
 
-    def shutdown(self) -> None:
-        self._inner.shutdown()
+    return WatchedExporter()

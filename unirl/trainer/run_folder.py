@@ -31,6 +31,7 @@ from unirl.tracking.mirrors import Mirror, RunInfo
 from unirl.tracking.owner import RunDirectoryError
 from unirl.tracking.prometheus import PrometheusMirror
 from unirl.tracking.run_directory import REMARKS, RunDirectory, RunIdentity, default_root, latest_run
+from unirl.tracking.traces import OpenTelemetryMirror
 from unirl.tracking.tracker import Tracker
 from unirl.train.backend.checkpoint import Checkpoint, open_checkpoint, still_there
 from unirl.trainer.resume import continued
@@ -118,8 +119,6 @@ def live_mirrors(config: TrackingConfig, undo: ExitStack) -> list[Mirror]:
     if config.opentelemetry is not None:
         for module in ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http"):
             check_library(module, "otel", "tracking.opentelemetry is set", "remove tracking.opentelemetry")
-        from unirl.tracking.traces import OpenTelemetryMirror  # it imports the SDK
-
         mirrors.append(OpenTelemetryMirror(config.opentelemetry.endpoint))
     return mirrors
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 from msgspec import Meta
 
 from unirl.config.errors import did_you_mean
+from unirl.config.live import OpenTelemetryConfig, PrometheusConfig
 from unirl.config.node import Node
 from unirl.config.saving import CheckpointConfig, RestartConfig
 from unirl.config.watching import WatchConfig
@@ -89,7 +90,7 @@ class RunConfig:
 class TrackingConfig:
     """Tracking services that get the metrics as well, and how many samples are kept."""
 
-    mirrors: tuple[Literal["wandb", "tensorboard", "swanlab"], ...] = ()
+    mirrors: tuple[Literal["wandb", "tensorboard", "swanlab", "trackio", "mlflow"], ...] = ()
     """Services that also get the metrics of the run directory."""
     entity: str | None = None
     """The W&B team or user."""
@@ -102,6 +103,10 @@ class TrackingConfig:
     keep_samples: NonNegative = 0
     """Sample folders, and evaluation folders beside the first one, that remain: the newest ones; 0 = all. Tables keep
     every step."""
+    prometheus: PrometheusConfig | None = None
+    """Absent = no server of metrics."""
+    opentelemetry: OpenTelemetryConfig | None = None
+    """Absent = no traces."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ class FoldedTable(Generic[FoldT]):
     """A JSON-lines file, and the fold of its rows up to the place where the last reading ended."""
 
     def __init__(self, make: Callable[[], FoldT]) -> None:
-        self._make = make
+        self._make: Callable[[], FoldT] = make
         self._start()
 
     def advance(self, files: RunFiles, until: float = math.inf) -> bool:
@@ -53,7 +53,7 @@ class FoldedTable(Generic[FoldT]):
         self.fold.report(files)
 
     def _start(self) -> None:
-        self.fold = self._make()
+        self.fold: FoldT = self._make()
         self._offset, self._lines, self._tail = 0, 0, b""
         self._damaged: tuple[int, int] | None = None
         """Number of damaged lines, and the number of the first one."""

@@ -75,8 +75,8 @@ class SampleIndex:
 
         If the samples of a step that was read are gone or were replaced, the index starts again.
         """
-        places = [("eval", step) for step in run.evaluated] + [("samples", step) for step in run.sampled]
-        found: dict[tuple[Kind, int], object] = {(kind, step): _signature(run, kind, step) for kind, step in places}
+        places: dict[Kind, Sequence[int]] = {"eval": run.evaluated, "samples": run.sampled}
+        found = {(kind, step): _signature(run, kind, step) for kind, steps in places.items() for step in steps}
         if any(found.get(place) != signature for place, signature in self._known.items()):
             self._start()
         for kind, step in sorted(found.keys() - self._known.keys(), key=lambda place: -place[1]):

@@ -121,6 +121,12 @@ def peak_mib(pid: int) -> float:
     return int(found[1]) / 1024
 
 
+def cpu_s(pid: int) -> float:
+    """Seconds that a process computed until now. A busy machine does not change them much."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def shown_after(page: Page, address: str, selector: str) -> float:
     """Seconds from the request of an address until an element of it is there."""
     begun = time.perf_counter()
@@ -136,10 +142,18 @@ def first_pages(page: Page, root: Path) -> dict[str, Any]:
         page.goto(address)
         page.wait_for_selector("tr[data-item]")
         base = f"{address.partition('?')[0]}#/run/{id_of(root)}"
+        begun = cpu_s(pid)
         run_s = shown_after(page, base, "[data-chart='Reward'] canvas")
+        run_cpu_s = cpu_s(pid) - begun
         gallery_s = shown_after(page, f"{base}/gallery", ".tile img")
         again_s = shown_after(page, base, "[data-chart='Reward'] canvas")
-        return {"run_s": run_s, "gallery_s": gallery_s, "run_again_s": again_s, "server_peak_mib": peak_mib(pid)}
+        return {
+            "run_s": run_s,
+            "server_cpu_of_run_s": run_cpu_s,
+            "gallery_s": gallery_s,
+            "run_again_s": again_s,
+            "server_peak_mib": peak_mib(pid),
+        }
 
 
 def long_gallery(page: Page, root: Path) -> dict[str, Any]:
@@ -149,6 +163,8 @@ def long_gallery(page: Page, root: Path) -> dict[str, Any]:
         page.wait_for_selector("tr[data-item]")
         base = f"{address.partition('?')[0]}#/run/{id_of(root)}"
         shown_s = shown_after(page, f"{base}/gallery", ".tile img")
+        page.wait_for_selector("[data-count]:not(:has-text('reading'))", timeout=120_000)
+        indexing_cpu_s = cpu_s(pid)
         again_s = shown_after(page, f"{base}/gallery?order=best", ".tile img")
         count = page.locator("[data-count]").inner_text()
         page.evaluate(WATCH)
@@ -157,6 +173,7 @@ def long_gallery(page: Page, root: Path) -> dict[str, Any]:
         return {
             "count": count,
             "first_page_s": shown_s,
+            "server_cpu_of_index_s": indexing_cpu_s,
             "sorted_by_reward_s": again_s,
             "scrolled_frames": len(gaps),
             "long_tasks_over_100_ms": sum(task > 100 for task in tasks),
@@ -179,12 +196,14 @@ def long_table(page: Page, root: Path) -> dict[str, Any]:
         while not page.evaluate(ask, f"/api/runs/{id_of(root)}/curves"):
             pass
         whole_s = first_s + time.perf_counter() - begun
+        whole_cpu_s = cpu_s(pid)
         begun = time.perf_counter()
         page.evaluate(ask, f"/api/runs/{id_of(root)}/curves?names=rollout/reward_mean")
         return {
             "megabytes": (root / "metrics.jsonl").stat().st_size / 1e6,
             "first_curve_s": first_s,
             "whole_s": whole_s,
+            "server_cpu_of_whole_s": whole_cpu_s,
             "next_request_s": time.perf_counter() - begun,
             "server_peak_mib": peak_mib(pid),
         }
@@ -219,6 +238,7 @@ def main() -> None:
         page = browser.new_page(viewport={"width": 1280, "height": 900})
         measured = {
             "cores": os.cpu_count(),
+            "load_average": os.getloadavg()[0],
             "chromium": browser.version,
             "run_of_10000_steps_and_2000_samples": first_pages(page, roots["run"]),
             "gallery": long_gallery(page, roots["gallery"]),

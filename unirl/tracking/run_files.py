@@ -204,6 +204,8 @@ class RunFiles:
 
 def number(value: object) -> float | None:
     """A number of a file as float; `nan` and `inf` are stored as text. None for anything else."""
+    if type(value) is float:  # nearly all are
+        return value
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:

@@ -19,6 +19,9 @@ MAX_ROWS = 4096
 MAX_EVENTS = 1000
 """Newest events that are kept beside the ends of steps, which are only counted."""
 
+SUMMED = ("time/", "samples/", "mem/")
+"""Starts of metrics whose sum, or for `mem/` whose largest value, is kept over all rows."""
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -97,23 +100,33 @@ class MetricsFold:
         self._totals: Counter[str] = Counter()
         self._peaks: dict[str, float] = {}
         self._count, self._stride, self._without_step = 0, 1, 0
+        self._names: frozenset[str] = frozenset()
+        self._summed: list[str] = []
 
     def add(self, entry: Row) -> None:
-        row = {intern(name): value for name, value in numbers(entry).items()}
+        row = numbers(entry)
         if "step" not in row:
             self._without_step += 1
             return
-        for name, value in row.items():
-            if name.startswith(("time/", "samples/")):
-                self._totals[name] += value  # type: ignore[assignment]  # a Counter of floats
-            elif name.startswith("mem/"):
-                self._peaks[name] = max(value, self._peaks.get(name, value))
+        for name in self._wanted(row):
+            if name.startswith("mem/"):
+                self._peaks[name] = max(row[name], self._peaks.get(name, row[name]))
+            else:
+                self._totals[name] += row[name]  # type: ignore[assignment]  # a Counter of floats
         self._last = row, Progress(self._totals["samples/generated"], self._totals["time/step"])
         if self._count % self._stride == 0:
-            self._kept.append(self._last)
+            self._kept.append(({intern(name): value for name, value in row.items()}, self._last[1]))
+            self._last = self._kept[-1]
             if len(self._kept) > MAX_ROWS:
                 self._kept, self._stride = self._kept[::2], 2 * self._stride
         self._count += 1
+
+    def _wanted(self, row: Mapping[str, float]) -> list[str]:
+        """The metrics of a row that are summed up. Most rows have the metrics of the row before."""
+        if row.keys() != self._names:
+            self._names = frozenset(row)
+            self._summed = [name for name in row if name.startswith(SUMMED)]
+        return self._summed
 
     def report(self, files: RunFiles) -> None:
         """Lists what was wrong with the rows."""

@@ -9,13 +9,15 @@ const FILTERS = ["kind", "first_step", "last_step", "prompt", "score", "low", "h
 export async function show(context) {
   const { main, id, signal, wanted, keys } = context;
   const filter = Object.fromEntries(FILTERS.map((name) => [name, wanted[name] ?? ""]));
-  const [run, first] = await Promise.all([get(`/api/runs/${id}`, {}, signal), whole(id, filter, signal)]);
+  const ask = () => get(`/api/runs/${id}/samples`, { ...filter, limit: PART }, signal);
+  const [run, first] = await Promise.all([get(`/api/runs/${id}`, {}, signal), ask()]);
   const place = el("div", { class: "gallery", role: "list", "aria-label": "Samples" });
   const count = el("p", { class: "soft", "data-count": true });
   put(main, head(run, "Gallery"), list(first.problems), controls(id, filter, first), count, place);
-  count.textContent = `${first.total} of ${first.indexed} stored samples`;
-  if (!first.total) place.before(el("p", { class: "notice" }, first.indexed ? "No sample fits this filter." : "This run has stored no samples yet."));
   const view = new Tiles(place, id, filter, first, signal);
+  let found = first;
+  const tell = () => { count.textContent = `${found.total} of ${found.indexed} stored samples${found.complete ? "" : ", reading on ..."}`; };
+  tell();
   view.draw();
   let asked = 0;
   const later = () => { asked ||= requestAnimationFrame(() => { asked = 0; view.draw(); }); };
@@ -28,23 +30,18 @@ export async function show(context) {
     else return false;
     return true;
   });
+  while (!found.complete && !signal.aborted) {  // The server reads the newest steps first.
+    found = await ask();
+    tell();
+    view.update(found);
+  }
+  if (!found.total) place.before(el("p", { class: "notice" }, found.indexed ? "No sample fits this filter." : "This run has stored no samples yet."));
   context.poll(async () => {
     const newer = await get(`/api/runs/${id}/samples`, { ...filter, limit: 0 }, signal);
-    const more = newer.total - first.total;
-    if (more > 0 && !count.querySelector("button")) {
+    if (newer.total > found.total && !count.querySelector("button")) {
       count.append(" ", el("button", { type: "button", onclick: () => window.dispatchEvent(new HashChangeEvent("hashchange")) }, "Show newer samples"));
     }
   }, 4000);
-}
-
-// The first part of a list, once the server has indexed all samples.
-async function whole(id, filter, signal) {
-  let found = await get(`/api/runs/${id}/samples`, { ...filter, limit: PART }, signal);
-  while (!found.complete && !signal.aborted) {
-    say(`${found.indexed} samples were read until now`);
-    found = await get(`/api/runs/${id}/samples`, { ...filter, limit: PART }, signal);
-  }
-  return found;
 }
 
 function controls(id, filter, found) {
@@ -85,6 +82,17 @@ class Tiles {
     this.place.style.height = `${Math.ceil(this.total / this.columns) * (this.height + GAP)}px`;
     for (const node of this.nodes.values()) node.remove();
     this.nodes.clear();
+  }
+
+  // Takes a longer list. Tiles whose sample is elsewhere in it are made again.
+  update(found) {
+    const place = (row) => row && `${row.kind} ${row.step} ${row.row}`;
+    const before = this.parts.get(0) ?? [];
+    const stays = found.rows.every((row, n) => n >= before.length || place(row) === place(before[n]));
+    Object.assign(this, { total: found.total, size: found.size, parts: new Map([[0, found.rows]]) });
+    if (stays) this.place.style.height = `${Math.ceil(this.total / this.columns) * (this.height + GAP)}px`;
+    else this.measure();
+    this.draw();
   }
 
   // Makes the tiles that are in or near the window, and removes the others.

@@ -13,6 +13,7 @@ for step in steps:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from traceback import clear_frames
 from typing import ClassVar, Literal
 
@@ -27,6 +28,7 @@ from unirl.trainer.evaluation import Evaluator
 from unirl.trainer.learner import Learner, fraction_done
 from unirl.trainer.monitoring import Monitor, reward_metrics, selection_metrics, sync_metrics
 from unirl.trainer.overlap import OverlappedScoring
+from unirl.trainer.profiling import profiled
 from unirl.trainer.refill import StepSamples
 from unirl.trainer.requests import RequestMaker, check_versions
 from unirl.trainer.residency import Phases
@@ -122,13 +124,17 @@ class Trainer:
             self.state.check_saving()
             remembered = self.state.remembered()
             try:
-                with self.tracker.timers.phase("step"):
+                with self._profiled(), self.tracker.timers.phase("step"):
                     resp = self.produce(self.state.step)
                     self.learn(self.state.step, resp)
             except MemoryShortageError as error:
                 clear_frames(error.__cause__.__traceback__ if error.__cause__ else None)
                 raise MemoryShortageError(f"{error}\n  {self._rescue(remembered)}") from error.__cause__
             self._finish_step()
+
+    def _profiled(self) -> AbstractContextManager[None]:
+        """Profiles the next step if the recipe asks for it."""
+        return profiled(self.config.profile, self.state.step + 1, self.tracker.timers, self.tracker.run.root)
 
     def produce(self, step: int) -> RolloutResp:
         """The samples of one step, scored and credited."""

@@ -29,6 +29,7 @@ COMMANDS: Mapping[str, str] = {
     "check": "check a recipe: keys, types, geometry, compatibility",
     "runs": "list runs: state, steps, reward, age",
     "tail": "follow the console of a run, from its files",
+    "view": "show runs in a browser: curves, samples, settings, comparisons",
     "report": "write one HTML file about a run, to read anywhere",
     "compare": "compare runs: settings, held-out rewards with intervals, cost",
     "recipes": "list, search and show recipes",

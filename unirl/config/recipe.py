@@ -146,6 +146,15 @@ class RefillConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AsynchronousConfig:
+    """Generation beside training: while the weights learn from one step, the engine generates later ones."""
+
+    max_staleness: NonNegative = 0
+    """Steps by which the weights that sample are behind those that are trained. 0 = generate, then train; more needs an
+    engine on devices of its own (placement.rollout)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
     """The blocks of one policy: a model, how it samples, and how it is trained."""
 
@@ -184,6 +193,7 @@ class RunSettings:
     profile: ProfileConfig | None = None
     refill: RefillConfig | None = None
     """Dynamic sampling; absent = a step is one draw."""
+    asynchronous: AsynchronousConfig = AsynchronousConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     run: RunConfig = RunConfig()
     tracking: TrackingConfig = TrackingConfig()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import resource
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import count
 from typing import Literal, TypeVar
 
 from unirl.types.device import devices_in_use
@@ -34,30 +36,37 @@ class Span:
     """The block or the call raised an exception."""
 
 
+class _Open(threading.local):
+    """The numbers of the spans that one thread is in, the innermost last."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+
+
 class Spans:
-    """Records the spans of the driver's thread."""
+    """Records the spans of the driver's threads. A span lies within another one of its own thread."""
 
     def __init__(self) -> None:
         self._ended: list[Span] = []
-        self._open: list[int] = []
-        self._count = 0
+        self._open = _Open()
+        self._numbers = count(1)
 
     @contextmanager
     def span(self, name: str, kind: SpanKind) -> Iterator[None]:
         """Records the block."""
-        end = self._begin(name, kind)
-        self._open.append(self._count)
+        number, end = self._begin(name, kind)
+        self._open.numbers.append(number)
         has_failed = True
         try:
             yield
             has_failed = False
         finally:
-            self._open.pop()
+            self._open.numbers.pop()
             end(has_failed)
 
     def until_result(self, name: str, wait: Callable[[float], ResultT]) -> Callable[[float], ResultT]:
         """`wait`, recorded as a call that begins at once and ends with its result. It may outlast its parent."""
-        end = self._begin(name, "call")
+        _, end = self._begin(name, "call")
 
         def wait_and_record(deadline_s: float) -> ResultT:
             has_failed = True
@@ -75,10 +84,9 @@ class Spans:
         spans, self._ended = self._ended, []
         return spans
 
-    def _begin(self, name: str, kind: SpanKind) -> Callable[[bool], None]:
-        """Opens a span. Returns the function that ends it, which takes whether it has failed."""
-        self._count += 1
-        number, parent = self._count, self._open[-1] if self._open else None
+    def _begin(self, name: str, kind: SpanKind) -> tuple[int, Callable[[bool], None]]:
+        """Opens a span. Returns its number, and the function that ends it, which takes whether it has failed."""
+        number, parent = next(self._numbers), next(reversed(self._open.numbers), None)
         start_ns, start = time.time_ns(), time.perf_counter_ns()
 
         def end(has_failed: bool) -> None:
@@ -95,11 +103,14 @@ class Spans:
                 )
             )
 
-        return end
+        return number, end
 
 
 class PhaseTimers:
-    """Sums the wall time of named phases: `with timers.phase("generate"): ...`, then `take()` once per step."""
+    """Sums the wall time of named phases: `with timers.phase("generate"): ...`, then `take()` once per step.
+
+    Phases of several threads may overlap. A phase counts for the step in which it ends.
+    """
 
     def __init__(self, spans: Spans | None = None) -> None:
         """
@@ -110,6 +121,7 @@ class PhaseTimers:
         self.annotate: Callable[[str], AbstractContextManager[object]] | None = None
         """Marks each phase in the trace of a profiler."""
         self._seconds: dict[str, float] = {}
+        self._lock = threading.Lock()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -125,13 +137,18 @@ class PhaseTimers:
                 devices = devices_in_use()
                 if devices is not None:
                     devices.synchronize()
-                self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+                with self._lock:
+                    self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def seconds(self, name: str) -> float:
+        """The time of a phase since the last `take`."""
+        return self._seconds.get(name, 0.0)
 
     def take(self) -> dict[str, float]:
         """Returns `time/<phase>` in seconds since the last call, and resets the timers."""
-        seconds = {f"time/{name}": value for name, value in self._seconds.items()}
-        self._seconds = {}
-        return seconds
+        with self._lock:
+            seconds, self._seconds = self._seconds, {}
+        return {f"time/{name}": value for name, value in seconds.items()}
 
 
 def peak_memory() -> dict[str, float]:

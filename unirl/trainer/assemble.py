@@ -50,6 +50,7 @@ from unirl.train.backend.signing import read_key
 from unirl.train.backend.snapshots import LIVE
 from unirl.train.configs import EmaLoraConfig
 from unirl.train.parity import ParityGate
+from unirl.trainer.generation import PromptsAhead
 from unirl.trainer.learner import Learner, TrackLearner
 from unirl.trainer.loop import Trainer
 from unirl.trainer.micro_batch import MicroBatch, chooses_micro_batch
@@ -220,7 +221,8 @@ def warning_of(policy: str, config: RecipeConfig, warn: Callable[[str], None]) -
 
 def status_of(pool: Pool) -> str:
     """What a run is doing, as text for the console: `generate: sample 8/24 (2.1/s), denoising step 12/20 (3.1/s)`."""
-    return f"{pool.phase}: {pool.status()}" if pool.phase else "writing files and preparing the next phase"
+    phases = " and ".join(sorted({*pool.phases.values()}))
+    return f"{phases}: {pool.status()}" if phases else "writing files and preparing the next phase"
 
 
 def assemble(
@@ -253,7 +255,12 @@ def assemble(
         trained = [track or domain.track for track in tracks if track in recipe.trained]
         learners[name] = place_learner(name, views, trained, reward, pool, saved, chosen, tracker)
     tracks_of_run = {name: each for learner in learners.values() for name, each in learner.tracks.items()}
-    stateful: dict[str, object] = {"data": data, "advantage": advantage, "drops": drops}
+    prompts = PromptsAhead(data)
+    stateful: dict[str, object] = {
+        "data": prompts if isinstance(data, Stateful) else data,
+        "advantage": advantage,
+        "drops": drops,
+    }
     for name, each in zip(recipe.policies, tracks_of_run.values(), strict=True):
         stateful[named(name, "kl")] = each.kl
     for name, learner in learners.items():
@@ -294,7 +301,7 @@ def assemble(
         rollout=engine_of(recipe, learners, phases),
         reward=reward,
         requests=RequestMaker(tracks=samplings_of(tracks_of_run)),
-        data=data,
+        prompts=prompts,
         advantage=advantage,
         drops=drops,
         state=state,
@@ -403,6 +410,7 @@ def place_learner(
             roles.sync,
             roles.backend,
             interval=config.weight_sync_interval if roles.has_own_weights else 1,
+            ahead=config.asynchronous.max_staleness if roles.has_own_weights else 0,
             weights=EmaLoraConfig.snapshot if needs_of(config).ema_rollout else LIVE,
         ),
     )

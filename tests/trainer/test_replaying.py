@@ -7,10 +7,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from PIL import Image
 
 from tests.run_files import lines_of
 from tests.trainer.test_loop import run
 from unirl.cli.main import main
+from unirl.sde.guidance import Guidance
+from unirl.sde.kernels import FlowSDEStrategy
+from unirl.types.segments import LatentSegment
 
 RUN = ("num_rollouts=3", "save_interval=2", "tracking.sample_steps=1", "tracking.max_samples=4")
 
@@ -20,6 +25,23 @@ def recorded(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("recorded") / "run"
     run(folder, *RUN)
     return folder
+
+
+def latent_segment(latents: torch.Tensor) -> LatentSegment:
+    """Trajectories of two rows with four stored positions."""
+    return LatentSegment(
+        latents=latents,
+        indices=(0, 1, 2, 3),
+        sde_indices=(0, 1, 2),
+        sigmas=torch.linspace(1, 0, 4),
+        logp=torch.zeros(2, 3),
+        kernel=FlowSDEStrategy(),
+        init_same_noise=False,
+        guidance=Guidance(),
+        anchors={},
+        seed=0,
+        step=0,
+    )
 
 
 def replay(root: Path, out: Path, capsys, *words: str) -> tuple[int, dict]:
@@ -64,6 +86,30 @@ def test_what_differs_is_named_and_the_status_says_so(recorded, tmp_path, capsys
     shown = capsys.readouterr()
     assert f"sample   {one}: reward {manifest[1]['reward']:.6g}" in shown.out and "1 samples compared" in shown.out
     assert "error[9006]: step 3 is not what" in shown.err
+
+
+def test_a_trace_shows_the_latents_of_each_stored_position(recorded, tmp_path, capsys) -> None:
+    sample = lines_of(recorded / "samples" / "step-000003" / "manifest.jsonl")[1]["sample_id"]
+    words = ("--step", "3", "--sample", sample, "--trace")
+    status, result = replay(recorded, tmp_path / "again", capsys, *words)
+    assert status == 0 and Path(result["trace"]).exists()
+    [row] = lines_of(tmp_path / "again" / "trace" / "manifest.jsonl")
+    [film] = (tmp_path / "again" / "trace").glob("*.webp")
+    with Image.open(film) as file:
+        assert file.n_frames == len(row["positions"].split(", ")) > 1
+
+
+def test_a_picture_of_latents_is_grey_at_zero_and_ends_at_three_standard_deviations() -> None:
+    values = torch.tensor([0.0, 3.0, -3.0, 30.0])
+    latents = values.view(1, 4, 1, 1, 1).expand(2, 4, 16, 5, 3)
+    trace = latent_segment(latents).trace()
+    assert trace.offsets.tolist() == [0, 4, 8]
+    assert trace.frames.shape == (8, 3, 95, 57)  # enlarged by 19 to at most 96
+    assert [set(frame.flatten().tolist()) for frame in trace.frames[:4]] == [{128}, {255}, {0}, {255}]
+    film = torch.stack([latents - 9, latents, latents - 9], dim=3)  # three frames, of which the middle one is shown
+    assert torch.equal(latent_segment(film).trace().frames, trace.frames)
+    with pytest.raises(ValueError, match=r"latents of the shape \(2, 4, 16\) are no images"):
+        latent_segment(latents[..., 0, 0]).trace()
 
 
 @pytest.mark.parametrize(

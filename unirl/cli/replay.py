@@ -14,12 +14,13 @@ from unirl.config.failures import Session
 from unirl.tracking.run_files import RunFiles
 from unirl.tracking.streams import print_inert
 from unirl.trainer.assemble import build_trainer
-from unirl.trainer.replaying import compare, repeat, start_point
+from unirl.trainer.replaying import compare, repeat, start_point, write_trace
 from unirl.trainer.run_folder import quiet_tracker
 from unirl.trainer.run_state import threads_in
 
 EXAMPLES = (
     "unirl replay runs/unirl/first --step 12",
+    "unirl replay runs/unirl/first --step 12 --trace",
     "unirl replay runs/unirl/first --step 12 --sample 'train.jsonl:6@1:0' --out again",
 )
 SHOWN = 8
@@ -37,6 +38,7 @@ def run(argv: list[str], session: Session) -> int:
     parser.option("--step", type=int, required=True, metavar="N", help="the step, from 1, as in metrics.jsonl")
     parser.option("--sample", metavar="ID", help="compare and show this sample only, by its id in manifest.jsonl")
     parser.option("--out", metavar="DIR", help="all samples of the repeated step; default: RUN/replays/...")
+    parser.option("--trace", action="store_true", help="also draw the latents at each stored denoising step, as strips")
     parser.option("--json", action="store_true", help="the result as JSON, last on stdout")
     own, overrides = split_settings(argv, parser.takes_value)
     options = parser.parse(own)
@@ -52,8 +54,9 @@ def run(argv: list[str], session: Session) -> int:
             recorded=threads_in(start.saved.checkpoint),
         ) as trainer,
     ):
-        repeat(trainer, start, options.step)
-    result = compare(root, out, options.step, options.sample)
+        resp = repeat(trainer, start, options.step)
+        result = compare(root, out, options.step, options.sample)
+        traced = write_trace(trainer, resp, out / "trace", options.sample) if options.trace else None
     facts = {
         "step": options.step,
         "start": str(start),
@@ -61,6 +64,7 @@ def run(argv: list[str], session: Session) -> int:
         "samples": result.samples,
         "differences": [str(each) for each in result.differences],
         "out": str(out),
+        "trace": None if traced is None else str(traced),
     }
     if options.json:
         print(json.dumps(facts, indent=1))
@@ -94,3 +98,5 @@ def _show(facts: dict[str, object], start: int, sample: str | None, out: Path) -
             shown = row.get("text") or folder / str(row.get("file"))
             print_inert(f"sample   {sample}: reward {row['reward']:.6g}, prompt {row['prompt']!r}\n         {shown}")
     print_inert(f"samples  {folder}")
+    if facts["trace"] is not None:
+        print_inert(f"trace    {facts['trace']}")

@@ -1,4 +1,4 @@
-"""The blocks of `tracking` about services that watch a run while it goes on."""
+"""The blocks of a recipe about watching a run while it goes on: services of `tracking`, and `profile`."""
 
 from __future__ import annotations
 
@@ -32,3 +32,13 @@ class OpenTelemetryConfig:
     def __post_init__(self) -> None:
         if not self.endpoint.startswith(("http://", "https://")):
             raise ValueError(f"endpoint must begin with http:// or https://, got {self.endpoint!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """Profiles steps with torch's profiler (`docs/live.md`). Such steps are slower; their results are the same."""
+
+    steps: tuple[Annotated[int, Meta(ge=1)], ...]
+    """Numbers of the steps, from 1. The first step of a process also has what happens only once."""
+    operations: Annotated[int, Meta(ge=1)] = 15
+    """Operations of each phase in the table."""

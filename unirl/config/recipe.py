@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from unirl.config.errors import did_you_mean
 from unirl.config.evaluation import EvaluationConfig, NonNegative, NonNegativeFloat, Positive
-from unirl.config.live import OpenTelemetryConfig, PrometheusConfig
+from unirl.config.live import OpenTelemetryConfig, ProfileConfig, PrometheusConfig
 from unirl.config.node import Node
 from unirl.config.saving import CheckpointConfig, RestartConfig
 from unirl.config.watching import WatchConfig
@@ -147,6 +147,7 @@ class RunSettings:
     """The trainer of a domain: how requests are made, and which track is trained."""
     parity: ParityConfig = ParityConfig()
     watch: WatchConfig = field(default_factory=WatchConfig)
+    profile: ProfileConfig | None = None
     refill: RefillConfig | None = None
     """Dynamic sampling; absent = a step is one draw."""
     asynchronous: AsynchronousConfig = AsynchronousConfig()

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
 from typing import Literal, TypeVar
@@ -118,13 +118,18 @@ class PhaseTimers:
             spans: records each phase as a span.
         """
         self.spans = spans
+        self.annotate: Callable[[str], AbstractContextManager[object]] | None = None
+        """Marks each phase in the trace of a profiler."""
         self._seconds: dict[str, float] = {}
         self._lock = threading.Lock()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Times the block, also if it raises. Waits for the GPU, so queued work counts for the phase that queued it."""
-        with nullcontext() if self.spans is None else self.spans.span(name, "phase"):
+        with (
+            nullcontext() if self.spans is None else self.spans.span(name, "phase"),
+            nullcontext() if self.annotate is None else self.annotate(name),
+        ):
             start = time.perf_counter()
             try:
                 yield

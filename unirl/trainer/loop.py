@@ -14,6 +14,7 @@ With `asynchronous.max_staleness`, later steps are generated while the weights l
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from traceback import clear_frames
 from typing import ClassVar, Literal
 
@@ -35,6 +36,7 @@ from unirl.trainer.monitoring import (
     sync_metrics,
 )
 from unirl.trainer.overlap import OverlappedScoring
+from unirl.trainer.profiling import profiled
 from unirl.trainer.refill import StepSamples
 from unirl.trainer.requests import RequestMaker
 from unirl.trainer.residency import Phases
@@ -148,7 +150,7 @@ class Trainer:
             self.state.check_saving()
             remembered = self.state.remembered()
             try:
-                with self.tracker.timers.phase("step"):
+                with self._profiled(), self.tracker.timers.phase("step"):
                     resp = self.produce(self.state.step)
                     self.learn(self.state.step, resp)
             except MemoryShortageError as error:
@@ -157,6 +159,10 @@ class Trainer:
             if self.max_staleness:
                 self.tracker.record(busy_shares(self.tracker.timers))
             self._finish_step()
+
+    def _profiled(self) -> AbstractContextManager[None]:
+        """Profiles the next step if the recipe asks for it."""
+        return profiled(self.config.profile, self.state.step + 1, self.tracker.timers, self.tracker.run.root)
 
     def produce(self, step: int) -> RolloutResp:
         """The samples of one step, scored and credited."""

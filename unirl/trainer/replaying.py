@@ -12,15 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unirl.config.errors import InvalidValueError, NotFoundError
+from unirl.config.errors import IncompatibleError, InvalidValueError, NotFoundError
+from unirl.tracking.media import media_of
 from unirl.tracking.metrics import NOT_REPRODUCIBLE
 from unirl.tracking.run_files import RunFiles
+from unirl.tracking.samples import Gallery
 from unirl.train.backend.checkpoint import CheckpointStore
 from unirl.trainer.loop import Trainer
 from unirl.trainer.run_folder import SavedRun, saved_run
+from unirl.types.rollout_resp import RolloutResp
 
 EVERY_SAMPLE = 2**20
 """Samples of the repeated step that are kept: all of them."""
+TRACED = 8
+"""Samples whose trajectories are shown, if none is named."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +95,11 @@ def start_point(root: Path, step: int, overrides: Sequence[str] = ()) -> StartPo
     return StartPoint(saved, bool(earlier))
 
 
-def repeat(trainer: Trainer, start: StartPoint, step: int) -> None:
+def repeat(trainer: Trainer, start: StartPoint, step: int) -> RolloutResp:
     """Repeat the steps after `start` up to the samples and rewards of `step`, which is not learned from.
 
-    The tracker of the trainer gets the metrics of all of them and every sample of the last one.
+    The tracker of the trainer gets the metrics of all of them and every sample of the last one. Returns the samples of
+    the last one, whose heavy rows can be read until the trainer ends.
     """
     state, tracker = trainer.state, trainer.tracker
     if start.from_checkpoint:
@@ -111,6 +117,31 @@ def repeat(trainer: Trainer, start: StartPoint, step: int) -> None:
         state.step += 1
         tracker.log_step(state.step)
     tracker.flush()
+    return resp
+
+
+def write_trace(trainer: Trainer, resp: RolloutResp, folder: Path, sample: str | None = None) -> Path:
+    """Write the trajectories of samples as strips, a picture of the latents per stored position. Returns the page.
+
+    Stored positions are both ends of each stochastic step, and the finished sample.
+
+    Args:
+        sample: the id of the only sample. None: the first ones of the step.
+
+    Raises:
+        ConfigError: 2020 if the scored track has no latents that are images.
+    """
+    track = resp.tracks[trainer.track]
+    if not track.segment.positions:
+        raise IncompatibleError(f"--trace: the samples of {trainer.track} are no images or videos made of latents")
+    rows = [row for row, name in enumerate(track.sample_ids) if sample in (None, name)][:TRACED]
+    try:
+        media = media_of(trainer.rollout.trace(track.select(rows)))
+    except ValueError as error:
+        raise IncompatibleError(f"--trace: {error}") from error
+    facts = {"positions": ", ".join(map(str, track.segment.positions))}
+    folder.mkdir(parents=True, exist_ok=True)
+    return media.gallery(Gallery(tuple(track.sample_ids[row] for row in rows), 1, facts), folder)
 
 
 def compare(recorded: Path, repeated: Path, step: int, sample: str | None = None) -> ReplayReport:

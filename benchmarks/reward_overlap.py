@@ -91,8 +91,7 @@ def main(runtime: str, parts: int, pairs: int, path: str | None) -> None:
                 turns.rollout.generate(requests[turns])
 
             def step(trainer: Trainer) -> None:
-                trainer.overlap.generate(requests[trainer])
-                trainer.overlap.scores()
+                trainer.sampler.scoring.generate(requests[trainer]).scores()
 
             shapes = {
                 "runtime": runtime,

@@ -24,6 +24,7 @@ LAYERS = {
     "plan": 6,
     "trainer": 7,
     "testing": 8,
+    "viewer": 8,
     "cli": 9,
     # The entrypoints `python -m unirl.train_<domain>` are the command line under another name.
     "api": 10,

@@ -9,7 +9,8 @@ import pytest
 from unirl.cli.main import main
 from unirl.cli.tail import follow
 from unirl.tracking.run_directory import RunDirectory, RunIdentity
-from unirl.tracking.tables import JsonLines, first_and_last, read_rows
+from unirl.tracking.run_files import RunFiles
+from unirl.tracking.tables import JsonLines, read_rows
 
 
 def started(root: Path, steps: int = 0) -> RunDirectory:
@@ -74,9 +75,9 @@ def test_the_last_row_is_found_without_reading_the_file_and_half_a_line_is_left_
     for rows in (1, 2, 3000):
         path.write_text("".join(json.dumps({"step": i, "pad": "x" * 40}) + "\n" for i in range(rows)) + '{"step": 7')
         every = list(read_rows(path))
-        assert first_and_last(path) == (every[0], every[-1])
+        assert RunFiles(tmp_path).ends("rows.jsonl") == (every[0], every[-1])
     path.write_text("")
-    assert first_and_last(path) == ({}, {})
+    assert RunFiles(tmp_path).ends("rows.jsonl") == ({}, {})
 
 
 def test_tail_of_a_finished_run_prints_its_last_lines_and_ends(runs, capsys):

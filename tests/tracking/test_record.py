@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from tests.recorded_runs import PROMPTS, record
-from unirl.tracking import record as record_module
+from unirl.tracking import step_tables
 from unirl.tracking.record import RunRecord
 
 
@@ -151,7 +151,7 @@ def test_links_out_of_the_folder_and_odd_files_are_not_read(copy, tmp_path):
 
 
 def test_of_very_many_steps_evenly_spaced_rows_are_kept_and_all_are_summed(copy, monkeypatch):
-    monkeypatch.setattr(record_module, "MAX_ROWS", 16)
+    monkeypatch.setattr(step_tables, "MAX_ROWS", 16)
     rows = [{"step": step, "time/step": 0.5, "mem/host_peak_gib": step % 50} for step in range(1, 102)]
     (copy / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     metrics = RunRecord(copy).metrics

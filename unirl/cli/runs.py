@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import shutil
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from unirl.cli.arguments import Parser
 from unirl.config.errors import NotFoundError
 from unirl.config.failures import Session
-from unirl.tracking.console import duration
-from unirl.tracking.owner import RunDirectoryError
+from unirl.tracking.catalog import RunOverview, overview_of, run_roots
 from unirl.tracking.record import RunRecord
-from unirl.tracking.run_directory import REMARKS, read_record, status_of
+from unirl.tracking.run_directory import REMARKS
 from unirl.tracking.streams import print_inert
-from unirl.tracking.tables import Row, first_and_last
 
 EXAMPLES = ("unirl runs", "unirl runs runs/unirl", "unirl runs /data/runs --json")
 FOLDER = "runs"
-DEPTH = 4
-"""Levels of folders that are searched for runs."""
 STATES: Mapping[str, str] = {
     "running": "its heartbeat is fresh",
     "stalled": "its process is alive, but its heartbeat is old",
@@ -35,36 +28,6 @@ STATES: Mapping[str, str] = {
     "lost": "its process is gone and left no record of its end",
 }
 WIDTH = 100
-STEPS = re.compile(r"^num_rollouts: (\d+)$", re.MULTILINE)
-
-
-@dataclass(frozen=True)
-class RunOverview:
-    """What the table says about one run."""
-
-    path: str
-    status: str
-    code: int | None
-    """Exit status of a run that ended."""
-    recipe: str
-    scale: str
-    """`toy` = random weights."""
-    steps: int
-    total_steps: int | None
-    first_reward: float | None
-    last_reward: float | None
-    """Mean reward of the samples of the first and the last step."""
-    created: str
-    age_s: float
-    """Seconds since the run was created."""
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """Status, steps, reward and age as text."""
-        status = self.status + (f" ({self.code})" if self.status == "failed" else "")
-        steps = f"{self.steps}/{'?' if self.total_steps is None else self.total_steps}"
-        rewards = [f"{value:.3f}" for value in (self.first_reward, self.last_reward) if value is not None]
-        return status, steps, " -> ".join(rewards), duration(self.age_s)
 
 
 def run(argv: list[str], session: Session) -> int:
@@ -90,8 +53,8 @@ def runs_in(folder: Path) -> list[RunOverview]:
     """
     if not folder.is_dir() and str(folder) != FOLDER:
         raise NotFoundError(f"there is no folder {folder}. Name the folder of a run, or one that holds runs")
-    found = [overview for root in run_roots(folder) if (overview := overview_of(root)) is not None]
-    return sorted(found, key=lambda run: run.created, reverse=True)
+    found = [overview_of(RunRecord(root)) for root in run_roots(folder)]
+    return sorted((run for run in found if run.is_readable), key=lambda run: run.created, reverse=True)
 
 
 def record_of(path: str) -> RunRecord:
@@ -101,42 +64,6 @@ def record_of(path: str) -> RunRecord:
         what = "there is no such folder" if not record.root.is_dir() else "it has neither run.json nor metrics.jsonl"
         raise NotFoundError(f"{path} is not the directory of a run: {what}. Runs are listed by `unirl runs`")
     return record
-
-
-def run_roots(folder: Path) -> Iterator[Path]:
-    """The folders of runs in and below `folder`. What commands made of a run lies inside it, and is not listed."""
-    for place, folders, files in os.walk(folder):
-        folders.sort()
-        if "run.json" in files:
-            yield Path(place)
-        if "run.json" in files or len(Path(place).relative_to(folder).parts) >= DEPTH:
-            folders.clear()
-
-
-def overview_of(root: Path) -> RunOverview | None:
-    """The facts about a run. None if its run.json cannot be read."""
-    try:
-        record = read_record(root)
-    except RunDirectoryError:
-        return None
-    status = status_of(root)
-    first, last = first_and_last(root / "metrics.jsonl")
-    resolved = root / "config" / "resolved.yaml"
-    total = STEPS.search(resolved.read_text(encoding="utf-8")) if resolved.is_file() else None
-    created = datetime.fromisoformat(record["created"])
-    return RunOverview(
-        path=str(root),
-        status=status.state,
-        code=status.code,
-        recipe=str(record["recipe"]),
-        scale=str(record.get("scale", "full")),
-        steps=int(last.get("step", 0)),
-        total_steps=int(total[1]) if total else None,
-        first_reward=_reward(first),
-        last_reward=_reward(last),
-        created=record["created"],
-        age_s=(datetime.now(UTC) - created).total_seconds(),
-    )
 
 
 def table(runs: Sequence[RunOverview]) -> str:
@@ -160,9 +87,3 @@ def table(runs: Sequence[RunOverview]) -> str:
     if not {"stopped", "failed", "lost"}.isdisjoint(states):
         ways.append("Continue one from its last checkpoint: see `resume` in RUN/logs/console.log")
     return "\n".join([*lines, "", textwrap.fill(f"{legend}.", width), *ways])
-
-
-def _reward(row: Row) -> float | None:
-    """The mean reward of a step. None if the row has none."""
-    value = row.get("rollout/reward_mean")
-    return None if value is None else float(value)

@@ -15,7 +15,7 @@ from unirl.config.errors import IncompatibleError
 from unirl.config.node import Node, nodes_below
 from unirl.config.recipe import RecipeConfig
 from unirl.config.schema import dotted_name
-from unirl.plan.placement import PlacementPlan, capabilities_of
+from unirl.plan.placement import PlacementPlan, Relation, capabilities_of
 from unirl.reward.base import RewardScorer
 from unirl.reward.local.pickscore import PickScoreRewardScorer
 from unirl.rollout.engine.recorded.engine import RecordedRolloutEngine
@@ -44,9 +44,11 @@ def check_compatibility(config: RecipeConfig, needs: Needs, plan: PlacementPlan)
         _loss_problems,
         _eight_bit_problems,
         _backend_problems,
+        _asynchronous_problems,
         _modality_problems,
         _server_problems,
         _reward_gradient_problems,
+        _profile_problems,
     )
     for rule in rules:
         for problem in rule(config, needs, plan):
@@ -195,6 +197,47 @@ def reads_snapshot(needs: Needs, snapshot: str) -> bool:
     return snapshot in needs.snapshots or (needs.ema_rollout and snapshot == "old")
 
 
+SHARED: Mapping[Relation, str] = {
+    "trainside": "samples with the trained weights themselves",
+    "colocate": "shares the devices of the trainer",
+}
+"""Why an engine cannot generate while the weights train."""
+
+
+def _asynchronous_problems(config: RecipeConfig, needs: Needs, plan: PlacementPlan) -> Iterator[str]:
+    """Generation beside training needs devices of its own, and a loss that learns from weights of some steps before."""
+    staleness = config.asynchronous.max_staleness
+    if not staleness:
+        return
+    key, loss = f"asynchronous.max_staleness={staleness}", config.algorithm.class_name
+    if plan.relation != "separate":
+        yield (
+            f"{key} generates steps while the weights train, and the engine ({config.rollout.class_name}) "
+            f"{SHARED[plan.relation]}. Give it devices of its own, such as rollout=replica num_devices=2 "
+            "placement.train=0 placement.rollout=1, or set asynchronous.max_staleness=0"
+        )
+    if needs.ema_rollout:
+        yield (
+            f"{key}: {loss} samples from the snapshot 'old', and compares with it what it trains. Set "
+            "asynchronous.max_staleness=0"
+        )
+    if needs.own_samples and not needs.multi_update:
+        yield (
+            f"{key}: {loss} is valid only for samples of the weights that it trains. Set asynchronous.max_staleness=0, "
+            f"or take a loss with an importance ratio, such as {dotted_name(DiffusionGRPO)}"
+        )
+    if config.weight_sync_interval > 1:
+        yield (
+            f"{key} and weight_sync_interval={config.weight_sync_interval} both let samples be older than the weights. "
+            "Set weight_sync_interval=1: weights then travel once a step, while nothing waits for them"
+        )
+    if config.row_transport == "collective":
+        yield (
+            f"{key}: row_transport=collective needs the sender of rows at the same time as their reader, and here both "
+            "are busy at different times. Set row_transport=object_store"
+        )
+
+
 def _modality_problems(config: RecipeConfig, needs: Needs, plan: PlacementPlan) -> Iterator[str]:
     """Engine and trainer must handle what the pipeline makes."""
     pipeline, made = config.pipeline.class_name, capabilities_of(config.pipeline).modalities
@@ -248,3 +291,12 @@ def _weighted_scorers(node: Node) -> Iterator[Node]:
     ]
     below = [scorer for child in children for scorer in _weighted_scorers(child)]
     yield from below or ([node] if issubclass(node.schema.owner, RewardScorer) else [])
+
+
+def _profile_problems(config: RecipeConfig, needs: Needs, plan: PlacementPlan) -> Iterator[str]:
+    """The profiler sees the process of the driver alone."""
+    if config.profile is not None and config.runtime_in_use == "ray":
+        yield (
+            "profile traces the process of the driver, and with runtime=ray the roles work in processes of their own. "
+            "Set num_devices=1 and runtime=local, or write ~profile"
+        )

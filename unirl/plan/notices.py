@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
+from unirl.config.build import build
 from unirl.config.load import Recipe
 from unirl.config.recipe import RecipeConfig
-from unirl.plan.compatibility import KEPT_BY, reads_snapshot
+from unirl.plan.compatibility import KEPT_BY, TOKEN_TIS, reads_snapshot
 from unirl.plan.geometry import Geometry
 from unirl.plan.layout import layout_notices
 from unirl.plan.placement import PlacementPlan
@@ -65,8 +66,23 @@ def policy_notices(config: RecipeConfig, plan: PlacementPlan, geometry: Geometry
         yield (
             f"stack.micro_batch_size={geometry.micro_batch_size} has no effect: stack.micro_batch_tokens cuts the rows"
         )
+    yield from _stale_samples(config, needs)
     yield from _unusual_values(config, geometry)
     yield from _idle_backend_blocks(config, needs)
+
+
+def _stale_samples(config: RecipeConfig, needs: Needs) -> Iterator[str]:
+    """A loss that takes samples of earlier weights for samples of the weights that it trains."""
+    staleness, loss = config.asynchronous.max_staleness, config.algorithm.class_name
+    is_off_policy = needs.behaviour_logp or not (needs.density and needs.own_samples)
+    if not staleness or is_off_policy or not build(config.algorithm).trains_on_rows:
+        return
+    yield (
+        f"asynchronous.max_staleness={staleness}: samples come from weights of {staleness} "
+        f"step{'s' * (staleness > 1)} before, and {loss} takes them for samples of the weights that it trains. Set "
+        "algorithm.old_logp_source=rollout, whose importance ratio starts from the weights that sampled"
+        + (f", or algorithm.mismatch._target_={TOKEN_TIS}" if "mismatch" in config.algorithm.values else "")
+    )
 
 
 def _unusual_values(config: RecipeConfig, geometry: Geometry) -> Iterator[str]:

@@ -24,6 +24,10 @@ METRICS: Mapping[str, str] = {
     "rollout/parity_absdiff_max": "largest |log-prob of the engine - replayed log-prob|, nats; 0 when exact",
     "rollout/parity_absdiff_mean": "mean |log-prob of the engine - replayed log-prob| per token, nats",
     "rollout/parity_kl": "estimate (k3) of KL(engine || replay) per token under the same weights, nats",
+    "rollout/staleness_mean": "mean number of updates between the weights that sampled and those that learn; only with "
+    "`asynchronous`",
+    "rollout/staleness_max": "largest number of updates between the weights that sampled and those that learn; only "
+    "with `asynchronous`",
     "rollout/response_len_mean": "mean number of tokens in a response",
     "rollout/response_len_min": "number of tokens in the shortest response",
     "rollout/response_len_max": "number of tokens in the longest response",
@@ -42,6 +46,9 @@ METRICS: Mapping[str, str] = {
     "queue/reward_wait": "seconds that the step waited for rewards after its last sample",
     "queue/reward_latency": "mean seconds from the end of sampling of a batch to its scores",
     "queue/reward_busy": "share of the time from the first batch to the last score in which the reward worked",
+    "queue/steps_ahead": "later steps that are generated, or are going to be, while the weights learn from this one",
+    "queue/rollout_busy": "share of the step in which the engine sampled; only with `asynchronous`",
+    "queue/train_busy": "share of the step in which the weights learned; only with `asynchronous`",
     "train/loss": "loss per element, as differentiated",
     "train/loss_rms": "root mean square of the loss over its elements: the size of a loss whose mean is near 0; not of "
     "losses on pairs or on the gradient of the reward",
@@ -120,6 +127,8 @@ METRICS: Mapping[str, str] = {
     "time/reward": "scoring",
     "time/train": "optimizer updates with their anchor passes",
     "time/sync": "transfer of weights to the engine",
+    "time/wait": "waiting for samples, only with `asynchronous`. Phases then overlap, and their times may add up to "
+    "more than the step",
     "time/eval": "evaluation since the previous line",
     "time/checkpoint": "saving since the previous line",
     "sync/version": "updates that the sampling weights have seen",
@@ -155,6 +164,13 @@ EVENTS: Mapping[str, str] = {
     "warning": "a warning that the console showed; `text`",
 }
 """Meaning and fields of each event in events.jsonl."""
+
+STATE: Mapping[str, str] = {
+    "workers": "workers that host roles; with runtime=local they are all in the driver's process",
+    "silent_s": "seconds since the driver began its newest call, or saw progress of it",
+    "phase/<name>": "1 for the phase that the run is in",
+}
+"""State of a run at any moment, which only live mirrors show."""
 
 NOT_REPRODUCIBLE = ("time/", "throughput/", "mem/", "queue/")
 """Namespaces that differ between two runs of the same recipe; all others are bit-identical on one machine."""

@@ -10,7 +10,6 @@ Every text comes from files that somebody else may have written, so code that sh
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,16 +19,13 @@ from typing import Annotated, Any
 
 import msgspec
 
+from unirl.tracking.folded_table import FoldedTable, FoldT, RunTables
 from unirl.tracking.owner import RunDirectoryError
 from unirl.tracking.run_directory import REMARKS, SCHEMA_VERSION, STEP_FOLDER, RunStatus, status_of
-from unirl.tracking.run_files import DAMAGED, RunFiles, number, numbers
+from unirl.tracking.run_files import DAMAGED, RunFiles
 from unirl.tracking.samples import SampleRow, row_of
-from unirl.tracking.tables import Row
+from unirl.tracking.step_tables import Events, Ledger, Metrics, mapping
 
-MAX_ROWS = 4096
-"""Rows of the metrics that are kept. Of more steps, evenly spaced ones are."""
-MAX_EVENTS = 1000
-"""Newest events that are kept beside the ends of steps, which are only counted."""
 MAX_SETTINGS = 10_000
 """Keys of the settings that are read. A file with more is damaged: an alias of YAML can repeat without end."""
 
@@ -107,60 +103,6 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Metrics:
-    """The metrics of the steps."""
-
-    rows: tuple[Mapping[str, float], ...] = ()
-    """Rows with their `step`, in order: all, or MAX_ROWS/2 to MAX_ROWS evenly spaced ones and the last."""
-    count: int = 0
-    """Number of all rows."""
-    totals: Mapping[str, float] = field(default_factory=dict)
-    """Sum over all rows of each metric in `time/` and `samples/`."""
-    peaks: Mapping[str, float] = field(default_factory=dict)
-    """Largest value over all rows of each metric in `mem/`."""
-
-    @property
-    def first(self) -> Mapping[str, float]:
-        return self.rows[0] if self.rows else {}
-
-    @property
-    def last(self) -> Mapping[str, float]:
-        return self.rows[-1] if self.rows else {}
-
-    def names(self) -> list[str]:
-        """The metrics that any row has, sorted."""
-        return sorted({name for row in self.rows for name in row} - {"step"})
-
-    def curve(self, name: str) -> list[tuple[float, float]]:
-        """Step and value of a metric, at the rows that have it."""
-        return [(row["step"], row[name]) for row in self.rows if name in row]
-
-
-@dataclass(frozen=True)
-class Ledger:
-    """What became of the samples of all steps."""
-
-    generated: int = 0
-    scored: int = 0
-    dropped: int = 0
-    reasons: Mapping[str, int] = field(default_factory=dict)
-    """Number of dropped samples by reason."""
-
-
-@dataclass(frozen=True)
-class Events:
-    """The events of a run."""
-
-    counts: Mapping[str, int]
-    kept: tuple[Row, ...]
-    """The newest MAX_EVENTS events, oldest first, without `step.end`."""
-
-    def named(self, *names: str) -> list[Row]:
-        """The kept events with one of these names."""
-        return [event for event in self.kept if event.get("ev") in names]
-
-
-@dataclass(frozen=True)
 class StoredSamples:
     """The samples of one evaluation or of one training step, without their media."""
 
@@ -173,9 +115,16 @@ class StoredSamples:
 class RunRecord:
     """The files of one run. Each part is read when it is first asked for."""
 
-    def __init__(self, root: str | Path) -> None:
+    def __init__(self, root: str | Path, tables: RunTables | None = None) -> None:
+        """Opens the folder of a run.
+
+        Args:
+            tables: what somebody who keeps on reading has read of the tables until now. By default they are read here.
+        """
         self.files = RunFiles(root)
         self.root = self.files.root
+        self._tables = RunTables() if tables is None else tables
+        self._reads_tables = tables is None
 
     @property
     def exists(self) -> bool:
@@ -200,9 +149,9 @@ class RunRecord:
         )
         return None
 
-    @cached_property
+    @property
     def status(self) -> RunStatus:
-        """The state of the run; `unknown` without a readable run.json."""
+        """The state of the run at this moment; `unknown` without a readable run.json."""
         if self.facts is None:
             return RunStatus("unknown")
         try:
@@ -255,29 +204,7 @@ class RunRecord:
     @cached_property
     def metrics(self) -> Metrics:
         """The metrics of the steps. Of very many steps, evenly spaced ones."""
-        kept: list[Mapping[str, float]] = []
-        last: Mapping[str, float] = {}
-        totals: Counter[str] = Counter()
-        peaks: dict[str, float] = {}
-        count, stride, without_step = 0, 1, 0
-        for entry in self.files.rows("metrics.jsonl"):
-            row = numbers(entry)
-            if "step" not in row:
-                without_step += 1
-                continue
-            totals.update({name: value for name, value in row.items() if name.startswith(("time/", "samples/"))})
-            for name, value in row.items():
-                if name.startswith("mem/"):
-                    peaks[name] = max(value, peaks.get(name, value))
-            if count % stride == 0:
-                kept.append(row)
-                if len(kept) > MAX_ROWS:
-                    kept, stride = kept[::2], 2 * stride
-            count, last = count + 1, row
-        if without_step:
-            self.files.problem("metrics.jsonl", f"{without_step} rows have no step")
-        whole = kept if not kept or kept[-1] is last else [*kept, last]
-        return Metrics(tuple(whole), count, dict(totals), peaks)
+        return self._read(self._tables.metrics).result
 
     @cached_property
     def evaluations(self) -> tuple[Mapping[str, float], ...]:
@@ -336,38 +263,26 @@ class RunRecord:
     @cached_property
     def ledger(self) -> Ledger:
         """What became of the samples."""
-        counts: Counter[str] = Counter()
-        reasons: Counter[str] = Counter()
-        for row in self.files.rows("ledger.jsonl"):
-            for name in ("generated", "scored", "dropped"):
-                counts[name] += int(number(row.get(name)) or 0)
-            for reason, dropped in _mapping(row.get("reasons")).items():
-                reasons[str(reason)] += int(number(dropped) or 0)
-        return Ledger(counts["generated"], counts["scored"], counts["dropped"], dict(reasons))
+        return self._read(self._tables.ledger).result
 
     @cached_property
     def events(self) -> Events:
         """The events, also those of steps that were cut back after a restart."""
-        counts: Counter[str] = Counter()
-        kept: deque[Row] = deque(maxlen=MAX_EVENTS)
-        for event in self.files.rows("events.jsonl"):
-            counts[str(event.get("ev"))] += 1
-            if event.get("ev") != "step.end":
-                kept.append(event)
-        return Events(dict(counts), tuple(kept))
+        return self._read(self._tables.events).result
+
+    def _read(self, table: FoldedTable[FoldT]) -> FoldT:
+        if self._reads_tables:
+            table.advance(self.files)
+        table.report(self.files)
+        return table.fold
 
 
 def _setting(key: str, value: object, is_written: bool, origins: Mapping[str, object] | None) -> Setting:
     """A setting with its origin. Without a record of it, the written recipe at least tells it from a default."""
     if origins is None:
         return Setting(key, value, "recipe or command line" if is_written else "default")
-    origin = _mapping(origins.get(key))
+    origin = mapping(origins.get(key))
     return Setting(key, value, str(origin.get("source", "default")), str(origin.get("place", "")))
-
-
-def _mapping(value: object) -> Mapping[Any, Any]:
-    """`value` if it is a mapping, else an empty one."""
-    return value if isinstance(value, Mapping) else {}
 
 
 def _leaves(tree: object, path: str = "") -> Iterator[tuple[str, object]]:

@@ -23,7 +23,7 @@ from unirl.tracking.console import accuracies, duration
 from unirl.tracking.curve import Series, held_out_curve, training_curve
 from unirl.tracking.metrics import meaning_of
 from unirl.tracking.paired import LEVEL
-from unirl.tracking.record import Ledger, RunRecord, Setting
+from unirl.tracking.record import RunRecord, Setting
 from unirl.tracking.report_samples import (
     EmbeddedImages,
     ShownPrompt,
@@ -33,6 +33,7 @@ from unirl.tracking.report_samples import (
     files_of,
     one_side,
 )
+from unirl.tracking.step_tables import Ledger
 from unirl.tracking.streams import inert
 from unirl.types.secrets import redact, without_values
 

@@ -29,6 +29,8 @@ MAX_DOCUMENT = 2**26
 """Bytes of the largest JSON, YAML, csv or image file that is read."""
 MAX_LINE = 2**20
 """Bytes of the longest line of a table."""
+TAIL_BYTES = 2**16
+"""Bytes at the end of a table that are read to find its last row."""
 DAMAGED = (ValueError, RecursionError, yaml.YAMLError, csv.Error)
 """The errors of parsing a damaged file. Values that are nested too deeply raise RecursionError."""
 T = TypeVar("T")
@@ -63,7 +65,7 @@ class RunFiles:
 
     def data(self, name: str) -> bytes | None:
         """The content of a file of at most MAX_DOCUMENT bytes. None if it cannot be read."""
-        file = self._open(name)
+        file = self.open(name)
         if file is None:
             return None
         with file:
@@ -100,7 +102,7 @@ class RunFiles:
 
         Damaged lines are left out and counted. Half a line at the end is no damage.
         """
-        file = self._open(name)
+        file = self.open(name)
         if file is None:
             return
         damaged = []
@@ -110,13 +112,29 @@ class RunFiles:
                 number += 1
                 if not line.endswith(b"\n") and len(line) < MAX_LINE:
                     break  # The run is writing this line, or was killed while it did.
-                row = _object(line)
+                row = object_of(line)
                 if row is None:
                     damaged.append(number)
                 else:
                     yield row
         if damaged:
             self.problem(name, f"{len(damaged)} of {number} lines are damaged, the first is line {damaged[0]}")
+
+    def ends(self, name: str) -> tuple[Row, Row]:
+        """The first and the last row of a JSON-lines file, without reading those between. Empty if it has none."""
+        file = self.open(name)
+        if file is None:
+            return {}, {}
+        with file:
+            first, size = file.readline(MAX_LINE), file.seek(0, os.SEEK_END)
+            for length in (TAIL_BYTES, MAX_LINE + TAIL_BYTES):
+                file.seek(max(size - length, 0))
+                *complete, _ = file.read(length).split(b"\n")  # What follows the last line break is incomplete.
+                if len(complete) > 1 or length >= size:
+                    break
+        if not first.endswith(b"\n"):
+            return {}, {}
+        return object_of(first) or {}, (object_of(complete[-1]) if complete else None) or {}
 
     def table(self, name: str) -> list[dict[str, float]]:
         """The rows of a csv file of numbers, each without its empty cells. Rows without a step are left out."""
@@ -160,8 +178,11 @@ class RunFiles:
             self.problem(name, error)
             return []
 
-    def _open(self, name: str) -> BinaryIO | None:
-        """Opens a regular file inside of the folder. Links that lead out of it are refused."""
+    def open(self, name: str) -> BinaryIO | None:
+        """Opens a regular file inside of the folder. Links that lead out of it are refused.
+
+        None if it cannot be opened; `problems` says why.
+        """
         try:
             path = os.path.realpath(self.root / name)
             if os.path.commonpath([self._real, path]) != self._real:
@@ -175,7 +196,7 @@ class RunFiles:
             self.problem(name, f"it cannot be opened ({error.strerror if isinstance(error, OSError) else error})")
             return None
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return open(descriptor, "rb")
+            return os.fdopen(descriptor, "rb")
         os.close(descriptor)
         self.problem(name, "it is not a regular file")
         return None
@@ -183,6 +204,8 @@ class RunFiles:
 
 def number(value: object) -> float | None:
     """A number of a file as float; `nan` and `inf` are stored as text. None for anything else."""
+    if type(value) is float:  # nearly all are
+        return value
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:
@@ -199,7 +222,7 @@ def numbers(row: Mapping[str, object]) -> dict[str, float]:
     return found
 
 
-def _object(line: bytes) -> Row | None:
+def object_of(line: bytes) -> Row | None:
     """The JSON object of a line. None if it is anything else."""
     try:
         row = json.loads(line)

@@ -17,10 +17,6 @@ Row = dict[str, Any]
 """A JSON object that was read from a file."""
 
 
-TAIL_BYTES = 65536
-"""Bytes at the end of a table that are read to find its last row."""
-
-
 class _Table:
     """A text file to which rows are appended for the life of the run.
 
@@ -112,21 +108,6 @@ def read_rows(path: Path) -> Iterator[Row]:
             if not line.endswith("\n") or not isinstance(row, dict):
                 return
             yield row
-
-
-def first_and_last(path: Path) -> tuple[Row, Row]:
-    """The first and the last row of a JSON-lines file, without reading those between. Empty if it has no row."""
-    first = next(read_rows(path), {})
-    if not first:
-        return {}, {}
-    with open(path, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        for length in (TAIL_BYTES, size):
-            file.seek(max(size - length, 0))
-            *complete, _ = file.read(length).split(b"\n")  # What follows the last line break is incomplete.
-            if len(complete) > 1 or length >= size:
-                return first, json.loads(complete[-1])
-    return first, first
 
 
 def finite(value: object) -> object:

@@ -35,7 +35,7 @@ from unirl.plan.placement import capabilities_of, plan_of
 from unirl.plan.preflight import check_disk, needs_of, of_policy, trainer_class
 from unirl.plan.prompts import load_data
 from unirl.plan.sizes import RecipeSizes, sizes_of_policies
-from unirl.plan.threads import ThreadChoice, in_use, threads_of
+from unirl.plan.threads import Recorded, ThreadChoice, in_use, threads_of
 from unirl.plan.tiling import choose_tiling, leaves_tiling_open, tiling_key, with_tiling
 from unirl.reward.base import RewardScorer
 from unirl.reward.failures import STRICT, DropBudget
@@ -50,6 +50,7 @@ from unirl.train.backend.signing import read_key
 from unirl.train.backend.snapshots import LIVE
 from unirl.train.configs import EmaLoraConfig
 from unirl.train.parity import ParityGate
+from unirl.trainer.generation import PromptsAhead
 from unirl.trainer.learner import Learner, TrackLearner
 from unirl.trainer.loop import Trainer
 from unirl.trainer.micro_batch import MicroBatch, chooses_micro_batch
@@ -70,7 +71,11 @@ from unirl.types.rollout_resp import AdvantageEstimator
 
 @contextmanager
 def build_trainer(
-    recipe: Recipe, session: Session | None = None, *, tracker: Tracker | None = None
+    recipe: Recipe,
+    session: Session | None = None,
+    *,
+    tracker: Tracker | None = None,
+    recorded: Recorded | None = None,
 ) -> Iterator[Trainer]:
     """The trainer of a recipe that passed preflight, with its run directory open and its roles placed.
 
@@ -79,6 +84,7 @@ def build_trainer(
     Args:
         session: the command that started the run. Its `run_dir` is set to the run directory.
         tracker: the tracker to report to. None opens the run directory of the recipe.
+        recorded: the threads of the run whose steps are repeated. None: those of the checkpoint that is continued.
     """
     is_own_run = tracker is None
     if is_own_run:
@@ -97,7 +103,7 @@ def build_trainer(
         if (copies := remote_copies(recipe.config)) is not None:
             copies.check()
     # The last check: it may count the parameters of the model, which imports its libraries.
-    threads = threads_of(recipe.config, recorded_threads(resume, checkpoints.directory))
+    threads = threads_of(recipe.config, recorded or recorded_threads(resume, checkpoints.directory))
     if tracker is None:
         if session is not None:
             session.start()
@@ -190,6 +196,8 @@ def pool_of(sizes: Mapping[str, RecipeSizes], tracker: Tracker, threads: ThreadC
             threads=None if threads is None else threads.count,
         )
     pool.stack_dir = tracker.run.root / "logs"
+    pool.spans = tracker.timers.spans
+    tracker.probe(pool.state)
     if is_elsewhere(config) and config.scale != "toy":
         pool.check_device = partial(check_device_memory, sizes, tracker.warn)
     pool.connect_s = config.connect_timeout_s
@@ -213,7 +221,8 @@ def warning_of(policy: str, config: RecipeConfig, warn: Callable[[str], None]) -
 
 def status_of(pool: Pool) -> str:
     """What a run is doing, as text for the console: `generate: sample 8/24 (2.1/s), denoising step 12/20 (3.1/s)`."""
-    return f"{pool.phase}: {pool.status()}" if pool.phase else "writing files and preparing the next phase"
+    phases = " and ".join(sorted({*pool.phases.values()}))
+    return f"{phases}: {pool.status()}" if phases else "writing files and preparing the next phase"
 
 
 def assemble(
@@ -246,7 +255,12 @@ def assemble(
         trained = [track or domain.track for track in tracks if track in recipe.trained]
         learners[name] = place_learner(name, views, trained, reward, pool, saved, chosen, tracker)
     tracks_of_run = {name: each for learner in learners.values() for name, each in learner.tracks.items()}
-    stateful: dict[str, object] = {"data": data, "advantage": advantage, "drops": drops}
+    prompts = PromptsAhead(data)
+    stateful: dict[str, object] = {
+        "data": prompts if isinstance(data, Stateful) else data,
+        "advantage": advantage,
+        "drops": drops,
+    }
     for name, each in zip(recipe.policies, tracks_of_run.values(), strict=True):
         stateful[named(name, "kl")] = each.kl
     for name, learner in learners.items():
@@ -287,7 +301,7 @@ def assemble(
         rollout=engine_of(recipe, learners, phases),
         reward=reward,
         requests=RequestMaker(tracks=samplings_of(tracks_of_run)),
-        data=data,
+        prompts=prompts,
         advantage=advantage,
         drops=drops,
         state=state,
@@ -396,6 +410,7 @@ def place_learner(
             roles.sync,
             roles.backend,
             interval=config.weight_sync_interval if roles.has_own_weights else 1,
+            ahead=config.asynchronous.max_staleness if roles.has_own_weights else 0,
             weights=EmaLoraConfig.snapshot if needs_of(config).ema_rollout else LIVE,
         ),
     )

@@ -110,8 +110,8 @@ class Learner:
         return self.roles.backend.version() == self.version
 
     def publish(self, step: int) -> SyncReport:
-        """Bring the weights that `step` samples from to the engine."""
-        return self.publisher.publish(step, self.version)
+        """Bring the weights at the beginning of `step` to the engine."""
+        return self.publisher.push(step, self.version)
 
     def learn(self, step: int, resp: RolloutResp, monitor: Monitor) -> dict[str, dict[str, float]]:
         """Update the weights on the samples of one step, which have advantages. Returns the metrics by track."""
@@ -123,7 +123,7 @@ class Learner:
         metrics = self._train(rows, now)
         self.version = self.roles.backend.version()
         for name, each in learners.items():
-            if each.parity is not None and self.publisher.interval == 1:
+            if each.parity is not None and self.publisher.samples_are_live:
                 monitor.watch_parity(each.parity, metrics[name])
             metrics[name] = each.observe(rows.tracks[name], metrics[name])
         return metrics

@@ -1,42 +1,51 @@
 """The loop that post-trains any generative policy: generate samples, score them, learn from the advantages, repeat.
 
 for step in steps:
-    published = publish(step)                  # trained weights to the engine; nothing moves when it shares them
-    samples = _generate(step, published)       # P prompts x N samples, scored; several batches with `refill`
+    samples = _samples_of(step)                # publish weights, generate P prompts x N samples, score them
     resp = drops.admit(samples)                # weight 0 for a sample without a reward, within the budget for failures
     selected = samples.select(resp)            # with `refill`: the groups whose rewards differ
     credited = credit(step, selected)          # rewards to one advantage per sample of every track
     learn(step, credited)                      # each policy learns from its track: unirl/trainer/learner.py
     _finish_step()                             # write the files, look for alarms; evaluate, checkpoint, when due
+
+With `asynchronous.max_staleness`, later steps are generated while the weights learn: unirl/trainer/generation.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from traceback import clear_frames
 from typing import ClassVar, Literal
 
-from unirl.config.errors import MemoryShortageError, UniRLError, WeightsLostError
+from unirl.config.errors import MemoryShortageError, UniRLError
 from unirl.config.recipe import RecipeConfig
-from unirl.data.datasets import Prompt
 from unirl.distributed.weight_sync.base import SyncReport
 from unirl.reward.failures import DropBudget
 from unirl.reward.service import RewardService
 from unirl.rollout.engine.base import RolloutEngine
 from unirl.trainer.evaluation import Evaluator
+from unirl.trainer.generation import GenerationAhead, PromptsAhead, StepSampler, check_staleness
 from unirl.trainer.learner import Learner, fraction_done
-from unirl.trainer.monitoring import Monitor, reward_metrics, selection_metrics, sync_metrics
+from unirl.trainer.monitoring import (
+    Monitor,
+    busy_shares,
+    reward_metrics,
+    selection_metrics,
+    staleness_metrics,
+    sync_metrics,
+)
 from unirl.trainer.overlap import OverlappedScoring
+from unirl.trainer.profiling import profiled
 from unirl.trainer.refill import StepSamples
-from unirl.trainer.requests import RequestMaker, check_versions
+from unirl.trainer.requests import RequestMaker
 from unirl.trainer.residency import Phases
 from unirl.trainer.run_state import RunState
 from unirl.trainer.watchdog import Watchdog
 from unirl.types.credit import CREDIT_RULES, CreditName
 from unirl.types.evaluation import EvalResult
-from unirl.types.protocols import DataSource, State
+from unirl.types.protocols import State
 from unirl.types.results import values
-from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import AdvantageEstimator, RolloutResp
 
 
@@ -55,7 +64,7 @@ class Trainer:
         rollout: RolloutEngine,
         reward: RewardService,
         requests: RequestMaker,
-        data: DataSource[Prompt],
+        prompts: PromptsAhead,
         advantage: AdvantageEstimator,
         drops: DropBudget,
         state: RunState,
@@ -72,10 +81,10 @@ class Trainer:
         self.config = config
         self.learners = learners
         self.rollout = rollout
-        self.reward = reward
         self.requests = requests
         self.credit_rule = credit_rule
-        self.data = data
+        self.prompts = prompts
+        self.data = prompts.source
         self.advantage = advantage
         self.drops = drops
         self.state = state
@@ -86,8 +95,23 @@ class Trainer:
         compares = any(each.needs.advantages for each in tracks if each.is_trained)
         self.monitor = Monitor(state.tracker, config, self.track, len(tracks) > 1, compares)
         self.watchdog = Watchdog(config.watch, state.tracker)
-        self.overlap = OverlappedScoring(rollout, reward, config.reward_parts)
-        self.evaluator = Evaluator(requests, rollout, reward, learners, self.track, data, phases, config.evaluation)
+        self.max_staleness = config.asynchronous.max_staleness
+        self.sampler = StepSampler(
+            prompts=prompts,
+            requests=requests,
+            scoring=OverlappedScoring(
+                rollout=rollout, reward=reward, parts=config.reward_parts, scores_at_once=self.max_staleness > 0
+            ),
+            phase=phases,
+            learners=learners,
+            refill=config.refill,
+            batch_size=config.batch_size,
+            note=state.tracker.note,
+        )
+        self.generation = GenerationAhead(self.sampler, phases.pool, is_concurrent=self.max_staleness > 0)
+        self.evaluator = Evaluator(
+            requests, rollout, reward, learners, self.track, prompts.source, phases, config.evaluation
+        )
         self.stop_signal: int | None = None
 
     @property
@@ -112,8 +136,12 @@ class Trainer:
                 track.choose_micro_batch()
         if self.state.step == 0 and self.config.evaluation.enabled:
             self.evaluate()
-        with self.state.saved_at_the_end():
-            self._steps()
+        try:
+            with self.state.saved_at_the_end():
+                self._generate_again()
+                self._steps()
+        finally:
+            self.generation.is_stopped = True
         self.state.checkpoints.publish_final(self.state.step)
         self.monitor.summarize(self.state.step)
 
@@ -122,22 +150,24 @@ class Trainer:
             self.state.check_saving()
             remembered = self.state.remembered()
             try:
-                with self.tracker.timers.phase("step"):
+                with self._profiled(), self.tracker.timers.phase("step"):
                     resp = self.produce(self.state.step)
                     self.learn(self.state.step, resp)
             except MemoryShortageError as error:
                 clear_frames(error.__cause__.__traceback__ if error.__cause__ else None)
                 raise MemoryShortageError(f"{error}\n  {self._rescue(remembered)}") from error.__cause__
+            if self.max_staleness:
+                self.tracker.record(busy_shares(self.tracker.timers))
             self._finish_step()
+
+    def _profiled(self) -> AbstractContextManager[None]:
+        """Profiles the next step if the recipe asks for it."""
+        return profiled(self.config.profile, self.state.step + 1, self.tracker.timers, self.tracker.run.root)
 
     def produce(self, step: int) -> RolloutResp:
         """The samples of one step, scored and credited."""
         self.pool.step = step
-        published = self.publish(step)
-        samples = self._generate(step, published)
-        for learner in self.learners:
-            self.monitor.record(learner.label, sync_metrics(published[learner.track]))
-        self.tracker.record(samples.waits)
+        samples = self._samples_of(step)
         req, resp = samples.everything()
         resp = self.drops.admit(resp)
         selected = samples.select(req, resp, self.track)
@@ -146,38 +176,44 @@ class Trainer:
         self.monitor.keep_samples(step + 1, selected.req, credited, self.rollout.preview)
         return credited
 
+    def _samples_of(self, step: int) -> StepSamples:
+        """The scored samples of a step. Begins to generate the steps whose weights are those of this one."""
+        self.generation.wait()  # the engine takes weights over between two steps
+        oldest = {learner.track: learner.publisher.oldest(learner.version) for learner in self.learners}
+        for learner in self.learners:
+            learner.publisher.keep(step, learner.version)
+        newest = step + self.max_staleness
+        if to_begin := range(0 if step == 0 else newest, min(newest + 1, self.config.num_rollouts)):
+            published = self.publish(step)
+            for later in to_begin:
+                self.generation.begin(later, published)
+        generated = self.generation.take(step)
+        samples = self.sampler.scored(generated)
+        for learner in self.learners:
+            report = generated.published[learner.track]
+            self.monitor.record(learner.label, sync_metrics(report))
+            if self.max_staleness:
+                check_staleness(report, oldest[learner.track], learner.version)
+                self.monitor.record(learner.label, staleness_metrics(learner.version - report.version))
+        if self.max_staleness:
+            self.tracker.record({"queue/steps_ahead": len(self.generation.begun)})
+        self.tracker.record(samples.waits)
+        return samples
+
+    def _generate_again(self) -> None:
+        """Generate the steps that were under way when the checkpoint was saved, each from the weights it had then."""
+        first = self.state.step
+        for step in range(first, min(first + self.max_staleness, self.config.num_rollouts) if first else 0):
+            self.generation.begin(step, self.publish(max(step - self.max_staleness, 0)))
+            self.generation.wait()
+
     def publish(self, step: int) -> dict[str, SyncReport]:
-        """Bring the weights that `step` samples from to the engines, by track."""
+        """Bring the weights at the beginning of `step` to the engines. Returns the reports by track."""
         published: dict[str, SyncReport] = {}
         for learner in self.learners:
             with self.phase("sync", learner.track):
                 published |= dict.fromkeys(learner.tracks, learner.publish(step))
         return published
-
-    def _generate(self, step: int, published: Mapping[str, SyncReport]) -> StepSamples:
-        """Generate and score until the step has the samples that it needs: once, or as often as `refill` asks for."""
-        samples = StepSamples(self.config.refill, self.config.batch_size)
-        size = None
-        while not samples.is_complete:
-            prompts = self.data.take(self.config.batch_size, size)
-            size = prompts[0].size
-            req = self.requests.training(prompts, step, published)
-            self._sample(step, req)
-            with self.phase("reward"):
-                resp, waits = self.overlap.scores()
-            check_versions(req, resp)
-            samples.add(req, resp, waits)
-        return samples
-
-    def _sample(self, step: int, req: RolloutReq) -> None:
-        """Sample a request. If a server lost its weights meanwhile, send them again, and repeat all of it."""
-        while True:  # an engine restarts its server only a few times, and then raises another error
-            try:
-                with self.phase("generate", self.learners[0].track):  # the engine then calls `Phases.turn`
-                    return self.overlap.generate(req)
-            except WeightsLostError as error:
-                self.tracker.note(f"step {step + 1} samples again: {str(error).splitlines()[0]}")
-                self.publish(step)
 
     def credit(self, step: int, resp: RolloutResp, scored: RolloutResp | None = None) -> RolloutResp:
         """Rewards up the tree and one advantage per row; a track without rewards takes its parent's advantages.
@@ -218,9 +254,11 @@ class Trainer:
                 self.monitor.watch_updates(values_of_track)
                 self.monitor.record(track, values_of_track)
         self.pool.release(step)
+        self.prompts.learned(step)
 
     def evaluate(self) -> EvalResult:
         """Score held-out prompts with fixed seeds; log under the number of finished steps."""
+        self.generation.wait()  # evaluations take the engine, with other weights
         result = self.evaluator.evaluate()
         self.tracker.eval(self.state.step, result)
         return result

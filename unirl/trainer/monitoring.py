@@ -14,6 +14,7 @@ from unirl.distributed.weight_sync.base import SyncReport
 from unirl.reward.failures import drop_reasons
 from unirl.reward.service import root_rows
 from unirl.tracking.samples import REWRITE, SampleRow, SampleTable, StepRewards
+from unirl.tracking.timing import PhaseTimers
 from unirl.train.parity import GAP_METRIC, ParityGate, parity_table
 from unirl.trainer.refill import SelectedSamples
 from unirl.types.primitives import Decoded, Facts, Preview
@@ -184,6 +185,18 @@ def sync_metrics(report: SyncReport) -> dict[str, float]:
         "sync/bytes": report.num_bytes,
         "sync/canary_absdiff": report.canary_absdiff,
     }
+
+
+def staleness_metrics(behind: int) -> dict[str, float]:
+    """How far samples are behind the weights that they train, in updates. All samples of a step have the same age."""
+    return {"rollout/staleness_mean": behind, "rollout/staleness_max": behind}
+
+
+def busy_shares(timers: PhaseTimers) -> dict[str, float]:
+    """The share of a step in which the engine sampled, and in which the weights learned. They work at the same time."""
+    step = max(timers.seconds("step"), 1e-9)
+    roles = {"queue/rollout_busy": "generate", "queue/train_busy": "train"}
+    return {name: min(timers.seconds(phase) / step, 1.0) for name, phase in roles.items()}
 
 
 def reward_metrics(track: RolloutTrack) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 from unirl.distributed.group.handle import PendingCall, submit
@@ -27,37 +27,54 @@ def in_parts(req: RolloutReq, count: int) -> list[RolloutReq]:
     return [req.slice(start, stop) for start, stop in pairwise(bounds)]
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
+class ScoringUnderWay:
+    """A request that is generated, and its scores, some of which are there."""
+
+    reward: RewardService
+    generated_at: Sequence[float]
+    """When each part was generated, in seconds of a monotonic clock."""
+    pending: Sequence[PendingCall[RolloutResp]]
+    """The parts that are being scored, the first ones."""
+    last: tuple[RolloutReq, RolloutResp] | None
+    """The last part, which is not scored yet. None if it is pending like the others."""
+
+    def scores(self) -> tuple[RolloutResp, dict[str, float]]:
+        """The scored samples in the order of the request, and with several parts the metrics of the reward's queue."""
+        begin = time.perf_counter()
+        scored = [pending.result() for pending in self.pending]
+        if self.last is not None:
+            scored.append(self.reward.score_and_attach(*self.last))
+        waited = time.perf_counter() - begin
+        busy = [seconds_of(resp) for resp in scored]
+        return concat_scored(scored), queue_metrics(self.generated_at, busy, waited) if len(scored) > 1 else {}
+
+
+@dataclass(frozen=True, kw_only=True)
 class OverlappedScoring:
     """Scores the first parts of a request while the engine generates the rest. The parts change no score."""
 
     rollout: RolloutEngine
     reward: RewardService
     parts: int
-    generated_at: list[float] = field(default_factory=list)
-    """When each part was generated, in seconds of a monotonic clock."""
-    pending: list[PendingCall[RolloutResp]] = field(default_factory=list)
-    """The parts that are being scored: all but the last."""
-    last: tuple[RolloutReq, RolloutResp] | None = None
+    scores_at_once: bool
+    """Score the last part, too, as soon as it is generated. Else it is scored when the scores are asked for."""
 
-    def generate(self, req: RolloutReq) -> None:
+    def generate(self, req: RolloutReq) -> ScoringUnderWay:
         """Generate all samples. Each part but the last is sent to the reward as soon as it is generated."""
-        self.generated_at, self.pending, self.last = [], [], None
+        generated_at: list[float] = []
+        pending: list[PendingCall[RolloutResp]] = []
+        last: tuple[RolloutReq, RolloutResp] | None = None
         for part in in_parts(req, self.parts):
-            if self.last is not None:
-                self.pending.append(submit(self.reward.score_and_attach, *self.last))
-            self.last = (part, self.rollout.generate(part))
-            self.generated_at.append(time.perf_counter())
-
-    def scores(self) -> tuple[RolloutResp, dict[str, float]]:
-        """The scored samples in the order of the request, and with several parts the metrics of the reward's queue."""
-        assert self.last is not None, "generate comes before scores"
-        begin = time.perf_counter()
-        scored = [pending.result() for pending in self.pending]
-        scored.append(self.reward.score_and_attach(*self.last))
-        waited = time.perf_counter() - begin
-        busy = [seconds_of(resp) for resp in scored]
-        return concat_scored(scored), queue_metrics(self.generated_at, busy, waited) if len(scored) > 1 else {}
+            if last is not None:
+                pending.append(submit(self.reward.score_and_attach, *last))
+            last = (part, self.rollout.generate(part))
+            generated_at.append(time.perf_counter())
+        if self.scores_at_once:
+            assert last is not None, "a request has at least one part"
+            pending.append(submit(self.reward.score_and_attach, *last))
+            last = None
+        return ScoringUnderWay(reward=self.reward, generated_at=generated_at, pending=pending, last=last)
 
 
 def seconds_of(resp: RolloutResp) -> float:

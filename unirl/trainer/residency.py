@@ -11,7 +11,7 @@ from unirl.config.errors import MemoryShortageError
 from unirl.config.failures import is_out_of_memory
 from unirl.distributed.group.base import Pool
 from unirl.distributed.weight_sync.base import WeightSync
-from unirl.plan.placement import PlacementPlan, Relation
+from unirl.plan.placement import PlacementPlan
 from unirl.plan.residency import IDLE, PHASES, MemoryPart, memory_parts, resident
 from unirl.reward.service import RewardService
 from unirl.rollout.engine.base import DedicatedEngine, RolloutEngine
@@ -22,9 +22,6 @@ from unirl.train.unified_model_stack import UnifiedModelStack
 
 BACKEND_PARTS: tuple[Offloadable, ...] = get_args(Offloadable)
 """The parts that the train backend moves."""
-
-MAX_STALENESS: Mapping[Relation, int | None] = {"trainside": 0, "colocate": 0, "separate": None}
-"""Updates by which samples may lag behind the weights that they train; None = as many as the recipe allows."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -13,10 +14,18 @@ from unirl.config.device_sets import DeviceSet
 from unirl.config.errors import InvalidValueError
 from unirl.distributed.group.handle import Group
 from unirl.distributed.group.rendezvous import CONNECT_S
+from unirl.tracking.timing import Spans
 from unirl.types.device import DeviceKind
 from unirl.types.progress import Heartbeat
 
 WorkerGroupT = TypeVar("WorkerGroupT", bound=Group)
+
+
+class Doing(threading.local):
+    """What one thread of the driver does."""
+
+    phase = ""
+    step = 0
 
 
 class Pool(ABC, Generic[WorkerGroupT]):
@@ -45,11 +54,27 @@ class Pool(ABC, Generic[WorkerGroupT]):
         """Bytes between the driver and its workers so far. Heavy rows should not pass the driver."""
         self.heartbeat = Heartbeat("start")
         """What the driver's own thread has done, if it reports to this."""
-        self.phase = ""
-        """The phase that the driver is in. Empty between phases."""
-        self.step = 0
-        """The step that rows belong to which workers store from now on."""
+        self.doing = Doing()
+        self.phases: dict[int, str] = {}
+        """The phase of each thread of the driver that is in one, by the identifier of the thread."""
+        self.threads: list[threading.Thread] = []
         self.groups: dict[DeviceSet, WorkerGroupT] = {}
+        self.spans: Spans | None = None
+        """Records the calls of roles in groups that are made from now on."""
+
+    @property
+    def phase(self) -> str:
+        """The phase that this thread of the driver is in. Empty between phases."""
+        return self.doing.phase
+
+    @property
+    def step(self) -> int:
+        """The step to which rows belong that workers store in calls of this thread."""
+        return self.doing.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.doing.step = step
 
     def group(self, device_set: DeviceSet) -> WorkerGroupT:
         """The group of workers on a device set. Equal device sets give the same group.
@@ -67,6 +92,7 @@ class Pool(ABC, Generic[WorkerGroupT]):
             )
         if device_set not in self.groups:
             self.groups[device_set] = self.new_group(device_set)
+            self.groups[device_set].spans = self.spans
         return self.groups[device_set]
 
     @abstractmethod
@@ -79,16 +105,47 @@ class Pool(ABC, Generic[WorkerGroupT]):
 
     @contextmanager
     def in_phase(self, phase: str) -> Iterator[None]:
-        """Name the phase of the block."""
-        before, self.phase = self.phase, phase
+        """Name the phase of the block, in which this thread is."""
+        before = self.doing.phase
+        self._enter(phase)
         try:
             yield
         finally:
-            self.phase = before
+            self._enter(before)
+
+    def _enter(self, phase: str) -> None:
+        self.doing.phase = phase
+        if phase:
+            self.phases[threading.get_ident()] = phase
+        else:
+            self.phases.pop(threading.get_ident(), None)
 
     def status(self) -> str:
         """What the call that runs has done, as text for the console."""
         return self.heartbeat.status()
+
+    def start_thread(self, name: str, work: Callable[..., None], arguments: tuple[object, ...]) -> None:
+        """Run `work` beside this thread of the driver. `close` waits for it, once the workers that it calls have ended.
+
+        The thread does not keep the process alive.
+        """
+        thread = threading.Thread(target=work, args=arguments, name=name, daemon=True)
+        self.threads = [*(each for each in self.threads if each.is_alive()), thread]
+        thread.start()
+
+    def join_threads(self, seconds: float | None = None) -> None:
+        """Wait for the threads that were started, for so many seconds each; None = until they end."""
+        for thread in self.threads:
+            thread.join(seconds)
+
+    def state(self) -> dict[str, float]:
+        """The state of the run now (`unirl.tracking.metrics.STATE`). Any thread may call this."""
+        state = {"workers": float(self.num_workers()), "silent_s": self.heartbeat.silent_s}
+        return state | {f"phase/{phase}": 1.0 for phase in {*self.phases.values()}}
+
+    def num_workers(self) -> int:
+        """The number of workers that have started."""
+        return len(self.groups)
 
     @abstractmethod
     def release(self, step: int) -> None:

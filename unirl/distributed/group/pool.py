@@ -40,6 +40,8 @@ class LocalGroup(Group):
         """Runs the call that was submitted last."""
         self.busy: int | None = None
         """The identifier of the thread whose submitted call runs."""
+        self.running = threading.Lock()
+        """Held by the thread that runs a call. A worker runs one call at a time."""
 
     def device_kind(self) -> DeviceKind:
         return device_kind(self.device)
@@ -54,20 +56,24 @@ class LocalGroup(Group):
         parts = split_call(
             f"{role}.{method}", self.marks[role][method], call, 1, self.num_updates.get(role, self.pool.num_updates)
         )
-        return parts.merge([self.worker.call(role, method, part, self.pool.step) for part in parts.calls])
+        with self.running:
+            return parts.merge([self.worker.call(role, method, part, self.pool.step) for part in parts.calls])
 
     def submit(self, role: str, method: str, call: Call) -> PendingCall[Any]:
         """Start a call and return at once. A call that hangs does not keep the process alive."""
         self.worker.heartbeat.begin(f"call of {role}.{method}")
         future: Future[Any] = Future()
-        arguments = (future, self.thread, role, method, call)
+        arguments = (future, self.thread, self.pool.step, role, method, call)
         self.thread = threading.Thread(target=self._work, args=arguments, name=self.worker.name, daemon=True)
         self.thread.start()
         return PendingCall(partial(self._result, f"{role}.{method}", future), self.deadline_s)
 
-    def _work(self, future: Future[Any], previous: threading.Thread | None, role: str, method: str, call: Call) -> None:
+    def _work(
+        self, future: Future[Any], previous: threading.Thread | None, step: int, role: str, method: str, call: Call
+    ) -> None:
         if previous is not None:
             previous.join()
+        self.pool.step = step
         self.busy = threading.get_ident()
         try:
             with reporting_to(self.worker.heartbeat):
@@ -121,7 +127,8 @@ class LocalPool(Pool[LocalGroup]):
         self.transport = InProcessTransport()
 
     def close(self) -> None:
-        """End all roles and free all stored rows. There is no process to end."""
+        """End all roles and free all stored rows. There is no process to end; a call that runs is waited for."""
+        self.join_threads()
         self.clear()
 
 

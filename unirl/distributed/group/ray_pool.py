@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -38,6 +39,8 @@ GRACE_S = 1.0
 CAUSE_S = 10.0
 """The same when the first failure is a broken connection: Ray reports the death of a machine after seconds."""
 CLEAR_S = 20.0
+JOIN_S = 10.0
+"""Seconds that a thread of the driver has to notice that the workers are gone."""
 MIN_WAIT_S = 0.05
 """Seconds between two questions to the workers whether they make progress."""
 STATUS_S = 1.0
@@ -92,11 +95,13 @@ class RayGroup(Group):
         parts = split_call(
             what, self.marks[role][method], call, self.num_ranks, self.num_updates.get(role, self.pool.num_updates)
         )
-        self.pool.move_rows(parts, self.worker_refs)
         calls = {}
-        for worker, part in zip(self.worker_refs, parts.calls, strict=False):  # a rank0 call has one part
-            self.pool.traffic += num_bytes(part)
-            calls[worker.ask(what, "call", role, method, part, self.pool.step)] = worker
+        # Calls of several threads reach all ranks in the same order: ranks that wait for each other make the same call.
+        with self.pool.submitting:
+            self.pool.move_rows(parts, self.worker_refs)
+            for worker, part in zip(self.worker_refs, parts.calls, strict=False):  # a rank0 call has one part
+                self.pool.traffic += num_bytes(part)
+                calls[worker.ask(what, "call", role, method, part, self.pool.step)] = worker
         return PendingCall(partial(self._result, what, calls, parts), self.deadline_s)
 
     def _result(self, what: str, calls: Mapping[ObjectRef, WorkerRef], parts: SplitCall, deadline_s: float) -> Any:
@@ -132,6 +137,8 @@ class RayPool(Pool[RayGroup]):
         self.worker_refs: dict[WorkerLocation, WorkerRef] = {}
         self.row_transport = row_transport
         self.row_workers: set[str] = set()
+        self.submitting = threading.Lock()
+        """Held by the thread that submits a call to the workers of a group."""
         try:
             self.reservation = reserve(num_devices, devices_per_node, threads)
         except BaseException:
@@ -192,6 +199,9 @@ class RayPool(Pool[RayGroup]):
             status: str = ray.get(awaited.actor.status.remote(), timeout=STATUS_S)
             return status
         return super().status()
+
+    def num_workers(self) -> int:
+        return len(self.worker_refs)
 
     def ask(self, workers: Sequence[WorkerRef], what: str, method: str, *args: object) -> list[Any]:
         """The results of a method on workers, in order."""
@@ -319,9 +329,11 @@ class RayPool(Pool[RayGroup]):
 
     def tell(self, method: str, *args: object) -> None:
         """Call a method on every worker and wait. Kill the workers that fail or do not answer."""
+        self._await_told(method, {each.ask(method, method, *args): each for each in self.worker_refs.values()})
+
+    def _await_told(self, method: str, asked: Mapping[ObjectRef, WorkerRef]) -> None:
         import ray
 
-        asked = {worker.ask(method, method, *args): worker for worker in self.worker_refs.values()}
         if not asked:
             return
         done, late = ray.wait(list(asked), num_returns=len(asked), timeout=CLEAR_S)
@@ -366,11 +378,12 @@ class RayPool(Pool[RayGroup]):
             self.row_workers = names
 
     def release(self, step: int) -> None:
-        self.tell("release", step)
+        self._await_told("release", {each.actor.release.remote(step): each for each in self.worker_refs.values()})
 
     def memory(self) -> dict[str, float]:
         peaks_by_name: dict[str, float] = {}
-        for peaks in self.ask(list(self.worker_refs.values()), "memory", "peak_memory"):
+        asked = {worker.actor.peak_memory.remote(): worker for worker in self.worker_refs.values()}
+        for peaks in self.gather("memory", asked, self.deadline_s):
             peaks_by_name |= {name: max(gib, peaks_by_name.get(name, 0.0)) for name, gib in peaks.items()}
         return peaks_by_name
 
@@ -387,6 +400,7 @@ class RayPool(Pool[RayGroup]):
         self.is_closed = True
         self.groups.clear()
         self.kill(list(self.worker_refs.values()))
+        self.join_threads(JOIN_S)
         if not self.owns_ray:
             from ray.util.placement_group import remove_placement_group
 

@@ -123,6 +123,8 @@ def actor_class() -> ActorClass[RemoteWorker]:
         stacks = ray.method(concurrency_group="io")(RemoteWorker.stacks)
         silent_s = ray.method(concurrency_group="io")(RemoteWorker.silent_s)
         status = ray.method(concurrency_group="io")(RemoteWorker.status)
+        release = ray.method(concurrency_group="io")(RemoteWorker.release)
+        peak_memory = ray.method(concurrency_group="io")(RemoteWorker.peak_memory)
         live = ray.method(concurrency_group="life")(RemoteWorker.live)
 
     # Ray shows one of these names while the process waits and the other while it works.

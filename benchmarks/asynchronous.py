@@ -1,0 +1,135 @@
+"""Times steps whose phases wait for a known time, in turns and with `asynchronous.max_staleness`.
+
+    python benchmarks/asynchronous.py [--seconds 2] [--steps 8] [--runtime ray] [--json benchmarks/asynchronous.json]
+
+The engine, the reward and the loss of a toy recipe work and then sleep until their time is over, so three places need
+no three cores. The loop, its queues, the transfers of weights and rows and the files of the run are those of any run. A
+ratio is the mean time of a step, without the first and the last ones, over the time of the longest phase. It takes 3
+minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from unirl.algorithms.diffusion_grpo import DiffusionGRPO
+from unirl.config.load import load
+from unirl.plan.preflight import preflight
+from unirl.reward.local.image_statistics import BrightnessRewardScorer
+from unirl.rollout.engine.replica.engine import ReplicaRolloutEngine
+from unirl.trainer.assemble import build_trainer
+
+PROMPTS, SAMPLES, PARTS = 16, 2, 8
+RECIPE = "diffusion/sd3_replica_lora_separate"
+
+
+@contextmanager
+def lasting(key: str, rows: int) -> Iterator[None]:
+    """Sleep after the block until it has lasted for its rows' share of the phase."""
+    end = time.perf_counter() + float(os.environ[key]) * rows / (PROMPTS * SAMPLES)
+    yield
+    time.sleep(max(end - time.perf_counter(), 0.0))
+
+
+class SleepingEngine(ReplicaRolloutEngine):
+    """Samples for a set time."""
+
+    def sample(self, req):
+        with lasting("GENERATE_S", len(req)):
+            return super().sample(req)
+
+
+class SleepingScorer(BrightnessRewardScorer):
+    """Scores for a set time."""
+
+    def score(self, request):
+        with lasting("SCORE_S", len(request)):
+            return super().score(request)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SleepingLoss(DiffusionGRPO):
+    """Trains for a set time: each part of the rows takes its share of it."""
+
+    def compute_loss_and_backward(self, stage, rows, backward, now, first_update=False):
+        with lasting("TRAIN_S", len(rows)):
+            return super().compute_loss_and_backward(stage, rows, backward, now, first_update)
+
+
+def step_seconds(folder: Path, runtime: str, steps: int, *overrides: str) -> list[float]:
+    """The time of each step of a run, from the end of the one before to its own end, in seconds."""
+    recipe = load(
+        RECIPE,
+        [
+            *("scale=toy", f"run.dir={folder}", f"runtime={runtime}", f"num_rollouts={steps}", f"batch_size={PROMPTS}"),
+            *(f"sampling.samples_per_prompt={SAMPLES}", "stack.num_updates_per_batch=1", "stack.micro_batch_size=8"),
+            *("rollout._target_=asynchronous.SleepingEngine", "algorithm._target_=asynchronous.SleepingLoss"),
+            *(
+                "reward.backend={_target_: asynchronous.SleepingScorer}",
+                "plugins=[asynchronous]",
+            ),
+            *("algorithm.old_logp_source=rollout", "placement.reward=cpu"),
+            *("evaluation.eval_steps=0", "tracking.sample_steps=0", "save_interval=0", *overrides),
+        ],
+    )
+    preflight(recipe)
+    with build_trainer(recipe) as trainer:
+        trainer.train()
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["time/step"] for row in rows]
+
+
+CASES = {
+    "generate, score and train equally long": (1.0, 1.0, 1.0),
+    "generate twice as long as train, score short": (1.0, 0.1, 0.5),
+}
+
+
+def main(seconds: float, steps: int, runtime: str, path: str | None) -> None:
+    """Measures every case in turns, with the reward beside the engine, and at max_staleness 1 and 2."""
+    results = []
+    with tempfile.TemporaryDirectory() as name:
+        for case, shares in CASES.items():
+            times = [seconds * share for share in shares]
+            for key, value in zip(("GENERATE_S", "SCORE_S", "TRAIN_S"), times, strict=True):
+                os.environ[key] = str(value)
+            for staleness, parts in ((0, 1), (0, PARTS), (1, PARTS), (2, PARTS)):
+                folder = Path(name) / f"{len(results)}"
+                settings = (f"asynchronous.max_staleness={staleness}", f"reward_parts={parts}")
+                measured = step_seconds(folder, runtime, steps, *settings)
+                inner = measured[staleness + 1 : len(measured) - staleness]
+                mean = statistics.fmean(inner)
+                row = {
+                    "case": case,
+                    "generate_s, score_s, train_s": times,
+                    "max_staleness": staleness,
+                    "reward_parts": parts,
+                    "step_s": round(mean, 3),
+                    "over_the_longest_phase": round(mean / max(times), 3),
+                    "steps": len(inner),
+                }
+                print(json.dumps(row), flush=True)
+                results.append(row)
+    if path is not None:
+        about = {"runtime": runtime, "machine": platform.machine(), "cores": os.cpu_count()}
+        Path(path).write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=2.0, help="seconds of the longest phase")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--runtime", choices=("local", "ray"), default="ray")
+    parser.add_argument("--json", default=None)
+    args = parser.parse_args()
+    main(args.seconds, args.steps, args.runtime, args.json)

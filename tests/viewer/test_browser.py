@@ -1,0 +1,286 @@
+"""Every page of the viewer in a real browser, with real clicks and keys."""
+
+import json
+import re
+import shutil
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.recorded_runs import PROMPTS, record
+from tests.viewer.serving import viewer
+from unirl.viewer.library import id_of
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed (Debian: apt install chromium)")
+HOSTILE = "<img src=x onerror=\"document.title='owned'\"><svg onload=\"document.title='owned'\"> \u202eturned {{7*7}}"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs")
+    for medium in ("image", "text", "video"):
+        record(root / medium, medium, prompts=(*PROMPTS, HOSTILE), steps=8, seed=len(medium))
+    record(root / "failed", code=5)
+    damaged = record(root / "damaged", code=None)
+    (damaged / "eval/step-000006/scores.json").write_text("[")
+    (root / "text/config/resolved.yaml").write_text(f"num_rollouts: 8\nname: {json.dumps(HOSTILE)}\n")
+    return root
+
+
+@pytest.fixture(scope="module")
+def served(root):
+    with viewer(root) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser, served):
+    """A page that was opened with its token. At its end: nothing was asked elsewhere, and nothing went wrong."""
+    page = browser.new_page(viewport={"width": 1200, "height": 800})
+    page.set_default_timeout(20_000)
+    asked, wrong = [], []
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
+    page.on("response", lambda answer: wrong.append(f"{answer.status} {answer.url}") if answer.status >= 400 else None)
+    page.goto(served.address)
+    page.wait_for_selector("tr[data-item]")
+    yield page
+    assert {urlsplit(url).netloc for url in asked} == {f"{served.host}:{served.port}"}
+    assert wrong == []
+    assert page.title() == "UniRL runs"
+    page.close()
+
+
+def opened(page, root, name, part=""):
+    """Goes to a page of a run by its address, and waits until it is shown."""
+    page.evaluate("hash => { location.hash = hash; }", f"#/run/{id_of(root / name)}{part}")
+    page.wait_for_selector("nav a[aria-current]:not(:has-text('Runs'))" if "sample" not in part else "main .shown")
+    page.wait_for_selector("main:not([aria-busy]) h1")
+
+
+def test_the_list_of_runs_is_searched_and_leads_to_a_run_and_a_comparison(page):
+    assert page.locator("tr[data-item]").count() == 5
+    page.keyboard.press("/")
+    page.keyboard.type("failed")
+    assert page.locator("tr[data-item]").count() == 1
+    assert page.locator(".badge").inner_text() == "failed (5)"
+    page.locator("input[type=search]").fill("finished")
+    assert page.locator("tr[data-item]").count() == 3
+    page.keyboard.press("Escape")
+    page.keyboard.press("j")
+    page.keyboard.press("Space")
+    page.keyboard.press("j")
+    page.keyboard.press("Space")
+    page.get_by_role("button", name="Compare 2").click()
+    page.wait_for_selector("h1:has-text('Compare')")
+    assert page.locator("nav a[aria-current]").inner_text() == "Compare"
+    page.get_by_role("link", name="Runs").click()
+    page.locator("tr[data-item] a").first.click()
+    page.wait_for_selector("h2:has-text('Curves')")
+
+
+def test_a_run_has_curves_with_spread_phases_outcome_ledger_and_warnings(page, root):
+    opened(page, root, "image")
+    page.wait_for_selector("[data-chart='Reward'] canvas")
+    page.wait_for_selector("h2:has-text('Held-out scores')")
+    label = page.locator("[data-chart='Reward'] [role=img]").get_attribute("aria-label")
+    assert label == "Reward over step. Last: training 0.800, held out 0.510"
+    for chart in ("shape", "Time of a step by phase"):
+        assert page.locator(f"[data-chart='{chart}'] canvas").count() == 1
+    text = page.locator("main").inner_text()
+    assert "the reward looks odd" in text
+    assert "not finite: 8" in text
+    assert "unirl train seed=5" in text
+    plot = page.locator("[data-chart='Reward'] .u-over")
+    plot.hover(position={"x": plot.bounding_box()["width"] - 5, "y": 60})
+    page.wait_for_selector("[data-chart='Reward'] .u-legend:has-text('0.800 +- 0.100')")
+    page.get_by_label("Add a metric").select_option("rollout/reward_std")
+    page.wait_for_selector("figcaption:has-text('Constant') >> nth=1")
+
+
+def test_a_gallery_is_filtered_by_fields_and_walked_by_keys(page, root):
+    opened(page, root, "image", "/gallery")
+    page.wait_for_selector(".tile img.large, .tile img")
+    assert page.locator("[data-count]").inner_text() == "24 of 24 stored samples"
+    page.get_by_label("Prompt has").fill("onerror")
+    page.keyboard.press("Enter")
+    page.wait_for_function("() => document.querySelector('[data-count]')?.textContent.startsWith('4 of')")
+    assert HOSTILE.split(" \u202e")[0] in page.locator(".tile .prompt").first.inner_text()
+    page.get_by_role("link", name="Reset").click()
+    page.wait_for_function("() => document.querySelector('[data-count]')?.textContent.startsWith('24 of')")
+    page.get_by_label("From").select_option("eval")
+    page.wait_for_function("() => document.querySelector('[data-count]')?.textContent.startsWith('20 of')")
+    page.get_by_label("Order").select_option("best")
+    page.wait_for_function("() => document.querySelector('.tile b')?.textContent === '0.920'")
+    page.keyboard.press("j")
+    page.keyboard.press("j")
+    assert page.locator(".tile.selected").get_attribute("data-number") == "1"
+    page.keyboard.press("k")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("h1:has-text('Sample e:4@0:1')")
+
+
+def test_a_sample_shows_its_text_reward_and_lineage_without_acting_on_them(page, root):
+    opened(page, root, "text", "/sample?kind=eval&step=8&row=8")
+    page.wait_for_selector("h2:has-text('Lineage')")
+    text = page.locator("main").inner_text()
+    assert "onerror" in text
+    assert "<U+202E>turned {{7*7}}" in text
+    assert "answer 8 at 0.8 <script>" in text
+    assert page.locator("main img, main svg, main script").count() == 0
+    assert page.locator(".tree li").all_inner_texts()[1].startswith("image: answer 8")
+    page.keyboard.press("j")
+    page.wait_for_selector("h1:has-text('Sample e:4@0:1')")
+
+
+def test_before_and_after_slide_over_each_other_and_space_flips_them(page, root):
+    opened(page, root, "image", "/pairs")
+    over = page.locator(".over").first
+    over.wait_for()
+    clip = "node => getComputedStyle(node).clipPath"
+    assert over.evaluate(clip) == "inset(0px 0px 0px 50%)"
+    slider = page.get_by_label("Share that shows the later evaluation")
+    slider.focus()
+    page.keyboard.press("End")
+    assert over.evaluate(clip) == "inset(0px 0px 0px 0%)"
+    page.keyboard.press("Escape")
+    page.keyboard.press("Space")
+    assert over.evaluate(clip) == "inset(0px 0px 0px 100%)"
+    before, after = (page.locator(".side").first.locator("img").nth(n).get_attribute("src") for n in (0, 1))
+    assert re.sub(r"step=\d+", "", before) == re.sub(r"step=\d+", "", after)
+
+
+def test_videos_play(page, root):
+    opened(page, root, "video", "/sample?kind=eval&step=8&row=0")
+    medium = page.locator(".shown video")
+    medium.wait_for()
+    page.locator("h1").click()
+    page.keyboard.press("Space")
+    page.wait_for_function("() => document.querySelector('.shown video').currentTime > 0.1")
+    page.keyboard.press("Space")
+    assert medium.evaluate("video => video.paused")
+
+
+def test_settings_have_origins_and_differences(page, root):
+    opened(page, root, "image", "/config")
+    page.wait_for_selector("h2:has-text('All settings')")
+    row = page.locator("tr", has_text="num_rollouts")
+    assert row.inner_text().split() == ["num_rollouts", "8", "recipe", "r.yaml:2"]
+    page.get_by_label("only what was set").check()
+    assert page.locator("tr", has_text="lr").count() == 0
+    page.get_by_label("Compare with").select_option(id_of(root / "failed"))
+    page.wait_for_selector("h2:has-text('Differences')")
+    assert "num_rollouts" in page.locator("table").first.inner_text()
+    opened(page, root, "text", "/config")
+    page.wait_for_selector("td:has-text('<U+202E>turned {{7*7}}')")
+
+
+def test_a_comparison_has_curves_over_each_axis_intervals_and_the_same_prompts(page, root):
+    ids = ",".join(id_of(root / name) for name in ("image", "failed", "text"))
+    page.evaluate("hash => { location.hash = hash; }", f"#/compare?runs={ids}")
+    page.wait_for_selector("[data-chart='rollout/reward_mean'] canvas")
+    page.get_by_label("Curves over").select_option("seconds")
+    page.wait_for_function("() => document.querySelector('[data-chart] [role=img]').ariaLabel.includes('over seconds')")
+    page.wait_for_selector("h3:has-text('a red circle')")
+    text = page.locator("main").inner_text()
+    assert "A to B: step 8 of image, step 6 of failed" in text
+    assert "C text: mean reward" in text
+    assert page.locator("section").count() == 4
+
+
+def test_the_system_page_has_memory_phases_and_the_machine(page, root):
+    opened(page, root, "image", "/system")
+    page.wait_for_selector("[data-chart='mem/host_peak_gib'], figcaption:has-text('mem/host_peak_gib')")
+    text = page.locator("main").inner_text()
+    assert re.search(r"generate\s+12\s+75.0 %", text)
+    assert "platform" in text
+
+
+def test_a_damaged_and_an_unknown_run_say_what_is_wrong(page, root, served):
+    opened(page, root, "damaged", "/pairs")
+    page.wait_for_selector("summary:has-text('could not be read whole')")
+    assert "eval/step-000006/scores.json: it is damaged" in page.locator("main").inner_text()
+    opened(page, root, "damaged", "/gallery")
+    page.wait_for_selector(".tile")
+
+
+def test_a_live_run_shows_new_steps_by_itself(browser, tmp_path):
+    copy = record(tmp_path / "live", code=0)
+    facts = copy / "run.json"
+    told = json.loads(facts.read_text())
+    told |= {"exit": None, "sessions": [told["sessions"][0] | {"host": "elsewhere"}]}  # its heartbeat is fresh
+    facts.write_text(json.dumps(told))
+    steps = (copy / "metrics.jsonl").read_text()
+    (copy / "metrics.jsonl").write_text("")
+    with viewer(tmp_path) as served:
+        page = browser.new_page()
+        page.goto(served.address)
+        page.wait_for_selector(".badge:has-text('running')")
+        page.evaluate("hash => { location.hash = hash; }", f"#/run/{id_of(copy)}")
+        page.wait_for_selector("text=no step yet")
+        (copy / "metrics.jsonl").write_text(steps)
+        page.wait_for_selector("text=step 6 of 6")
+        page.wait_for_selector("[data-chart='Time of a step by phase'] canvas")
+        with (copy / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 7, "rollout/reward_mean": 0.75, "rollout/reward_std": 0.1}) + "\n")
+        page.wait_for_selector("text=step 7 of 6")
+        label = page.locator("[data-chart='Reward'] [role=img]").get_attribute("aria-label")
+        page.close()
+    assert "training 0.750" in label
+
+
+COLOURS = """() => [...document.querySelectorAll("h1, p, a, .soft, .badge, label, button, .caption")].map((node) => {
+  let at = node;
+  while (at && getComputedStyle(at).backgroundColor === "rgba(0, 0, 0, 0)") at = at.parentElement;
+  const ground = getComputedStyle(at ?? document.body).backgroundColor;
+  return [getComputedStyle(node).color, ground, node.textContent.slice(0, 30)];
+})"""
+NAMELESS = """() => [...document.querySelectorAll("input, select, button, img, video")].filter(
+  (node) => !(node.labels?.length || node.ariaLabel || node.textContent.trim() || node.alt)
+).map((node) => node.outerHTML)"""
+
+
+def luminance(colour):
+    """Relative luminance of `rgb(r, g, b)` (WCAG 2.1)."""
+    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+    linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_texts_have_contrast_and_controls_have_names(page, root, theme):
+    while theme not in page.locator("#theme").inner_text():
+        page.locator("#theme").click()
+    opened(page, root, "failed", "/gallery")
+    page.wait_for_selector(".tile")
+    pairs = page.evaluate(COLOURS)
+    assert len(pairs) > 50
+    for ink, ground, text in pairs:
+        high, low = sorted((luminance(ink), luminance(ground)), reverse=True)
+        assert (high + 0.05) / (low + 0.05) >= 4.5, (ink, ground, text)
+    nameless = page.evaluate(NAMELESS)
+    assert nameless == []
+    focused = page.locator("#theme")
+    focused.focus()
+    page.keyboard.press("Tab")
+    assert page.evaluate("() => getComputedStyle(document.activeElement).outlineStyle") == "solid"
+
+
+@pytest.mark.parametrize("part", ["", "/gallery", "/pairs", "/config", "/system", "/sample?kind=eval&step=8&row=0"])
+def test_pages_fit_a_phone(page, root, part):
+    page.set_viewport_size({"width": 375, "height": 700})
+    opened(page, root, "image", part)
+    page.wait_for_timeout(300)
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= 375

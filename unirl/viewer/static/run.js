@@ -1,0 +1,144 @@
+// One run: outcome, reward with its spread, components, phases, the metrics that tell most, ledger, alarms.
+import { get } from "./api.js";
+import { chart, colour } from "./charts.js";
+import { duration, el, facts, number, select, field, table } from "./dom.js";
+import { follow, head, list, put, reload } from "./head.js";
+
+const TELLING = ["train/ratio_mean", "train/clip_fraction", "train/kl", "train/approx_kl", "train/entropy", "train/policy_entropy", "train/grad_norm",
+  "train/loss", "rollout/zero_std_group_ratio", "rollout/response_len_mean", "rollout/truncated_fraction", "env/return", "env/success_once",
+  "train/explained_variance"];
+
+export async function show(context) {
+  const { main, id, signal } = context;
+  let run = await get(`/api/runs/${id}`, {}, signal);
+  while (!run.complete && !run.count && !signal.aborted) run = await get(`/api/runs/${id}`, {}, signal);
+  const names = Object.keys(run.names), known = names.length + run.evaluation_names.length;
+  const ends = (wanted) => names.filter((name) => name === wanted || name.endsWith(`/${wanted}`));
+  const components = names.filter((name) => /^(.+\/)?reward\/.+_mean$/.test(name) && !name.includes("rollout/"));
+  const phases = names.filter((name) => name.startsWith("time/") && name !== "time/step");
+  const telling = TELLING.flatMap(ends);
+  const asked = [...ends("rollout/reward_mean"), ...ends("rollout/reward_std"), ...components, ...components.map((name) => name.replace(/_mean$/, "_std")),
+    ...phases, ...telling, ...run.evaluation_names.filter((name) => name.endsWith("_mean") || name === "eval/reward_stderr")];
+  const top = el("div", {}), curves = el("div", { class: "charts" }), other = el("div", { class: "charts" }), below = el("div", {}), outcome = el("div", {});
+  const wanted = new Set();
+  const more = select([["", "Add a metric ..."], ...names.map((name) => [name, name])], "", async (event) => {
+    if (!event.target.value) return;
+    wanted.add(event.target.value);
+    other.replaceChildren(...await extra(id, [...wanted], run.names, signal));
+    event.target.value = "";
+  }, { "aria-label": "Add a metric" });
+  put(main, top, outcome, el("h2", {}, "Curves"), curves, el("div", { class: "bar" }, field("Other metrics", more)), other, below);
+  const refresh = () => {
+    put(top, head(run), list(run.problems));
+    put(below, ledger(run), alarms(run), origin(run));
+  };
+  refresh();
+  showOutcome(outcome, id, signal);
+  await follow(context, [...new Set(asked)].slice(0, 64), async (content) => {
+    curves.replaceChildren(...rewards(content, run, components), ...stack(content, phases), ...rest(content, telling, run.names), ...constants(content, telling));
+    if (!curves.childElementCount) curves.append(el("p", { class: "soft" }, "No step was logged yet."));
+    if (content.count !== run.count || content.status.state !== run.status.state) {
+      run = await get(`/api/runs/${id}`, {}, signal);
+      if (Object.keys(run.names).length + run.evaluation_names.length !== known) return reload();
+      refresh();
+    }
+  });
+}
+
+async function showOutcome(place, id, signal) {
+  const { outcome, level } = await get(`/api/runs/${id}/outcome`, {}, signal);
+  if (!outcome || signal.aborted) return;
+  put(place, el("h2", {}, `Held-out scores, step ${outcome.steps[0]} to ${outcome.steps[1]}`), outcomeTable(outcome.differences, level));
+}
+
+export function outcomeTable(differences, level) {
+  return table(["Score", "Before", "After", `Difference [${Math.round(level * 100)}% interval]`, "Prompts"], differences.map((one) => {
+    const low = one.interval?.low ?? 0, high = one.interval?.high ?? 0;
+    const tone = one.interval && (low > 0 || high < 0) ? (low > 0 ? "good" : "bad") : "soft";
+    const change = one.after - one.before, sign = change >= 0 ? "+" : "";
+    const range = one.interval ? ` [${number(low)}, ${number(high)}]` : " (too few prompts for an interval)";
+    return [one.name, number(one.before), number(one.after), el("span", { class: tone }, `${sign}${number(change)}${range}`), one.num_prompts];
+  }), [1, 2, 3, 4]);
+}
+
+function rewards(content, run, components) {
+  const made = [];
+  const tracks = Object.keys(content.columns).filter((name) => name.endsWith("rollout/reward_mean"));
+  for (const name of tracks) {
+    const lines = [{ label: "training", values: content.columns[name], spread: content.columns[name.replace("_mean", "_std")] }];
+    const held = content.evaluations["eval/reward_mean"];
+    const title = name.startsWith("rollout/") ? "Reward" : `Reward, ${name.split("/")[0]}`;
+    const data = name === tracks[0] ? withHeldOut(content, lines, held, content.evaluations["eval/reward_stderr"]) : { x: content.steps, lines };
+    made.push(chart({ title, meaning: "mean of the step's samples and their standard deviation; held out: mean and standard error", ...data, large: true }));
+  }
+  if (!tracks.length && content.evaluations["eval/reward_mean"]) {
+    made.push(chart({ title: "Reward", meaning: "held out", x: content.evaluation_steps, lines: [{ label: "held out", values: content.evaluations["eval/reward_mean"], spread: content.evaluations["eval/reward_stderr"] }], large: true }));
+  }
+  for (const name of components) {
+    const short = name.replace(/^reward\//, "").replace(/_mean$/, "");
+    const lines = [{ label: "training", values: content.columns[name], spread: content.columns[name.replace(/_mean$/, "_std")] }];
+    made.push(chart({ title: short, meaning: run.names[name], ...withHeldOut(content, lines, content.evaluations[`eval/${short}_mean`]) }));
+  }
+  return made;
+}
+
+// The evaluations as one more line over the steps of both.
+function withHeldOut(content, lines, values, spread) {
+  if (!values) return { x: content.steps, lines };
+  const x = [...new Set([...content.steps, ...content.evaluation_steps])].sort((a, b) => a - b);
+  const at = (steps, column) => {
+    const found = new Map(steps.map((step, i) => [step, column?.[i] ?? null]));
+    return x.map((step) => found.get(step) ?? null);
+  };
+  const training = lines.map((line) => ({ ...line, values: at(content.steps, line.values), spread: line.spread && at(content.steps, line.spread) }));
+  return { x, lines: [...training, { label: "held out", values: at(content.evaluation_steps, values), spread: spread && at(content.evaluation_steps, spread), colour: colour(1) }] };
+}
+
+function stack(content, phases) {
+  const inside = phases.filter((name) => content.columns[name].some((value) => value > 0));
+  if (!inside.length) return [];
+  const lines = inside.map((name) => ({ label: name.slice(5), values: content.columns[name] }));
+  return [chart({ title: "Time of a step by phase", meaning: "seconds, stacked", x: content.steps, lines, stacked: true, large: true })];
+}
+
+const varies = (values) => new Set(values?.filter((value) => value !== null)).size > 1 || values?.length === 1;
+
+// Metrics that have one value throughout, as text.
+function constants(content, names) {
+  const same = names.filter((name) => !varies(content.columns[name]) && content.columns[name]?.some((value) => value !== null));
+  if (!same.length) return [];
+  return [el("figure", {}, el("figcaption", {}, "Constant"), facts(same.map((name) => [name, number(content.columns[name].find((value) => value !== null))])))];
+}
+
+function rest(content, names, meanings) {
+  return names.filter((name) => varies(content.columns[name]))
+    .map((name) => chart({ title: name, meaning: meanings[name] ?? "", x: content.steps, lines: [{ label: name.split("/").pop(), values: content.columns[name] }] }));
+}
+
+async function extra(id, names, meanings, signal) {
+  const content = await get(`/api/runs/${id}/curves`, { names: names.join(",") }, signal);
+  return [...rest(content, names, meanings), ...constants(content, names)];
+}
+
+function ledger(run) {
+  const { generated, scored, dropped, reasons } = run.ledger;
+  const why = Object.entries(reasons).map(([reason, count]) => `${reason}: ${count}`).join("; ");
+  return [el("h2", {}, "Samples"), facts([["generated", generated], ["scored", scored], ["dropped", dropped], ["why", why]])];
+}
+
+function alarms(run) {
+  const raised = run.events.filter((event) => event.name.startsWith("alarm") || event.name === "warning" || event.name === "reward.error");
+  const others = run.events.filter((event) => !raised.includes(event));
+  const rows = (events) => table(["Time", "Event", "What"], events.toReversed().map((event) => [event.time.slice(0, 19).replace("T", " "), event.name, event.text]));
+  return [el("h2", {}, "Alarms and warnings"), raised.length ? rows(raised) : el("p", { class: "soft" }, "None."),
+    others.length ? el("details", {}, el("summary", {}, `${others.length} other events`), rows(others)) : null];
+}
+
+function origin(run) {
+  const made = run.facts;
+  if (!made) return null;
+  const commit = made.git ? `${made.git.commit.slice(0, 12)}${made.git.changed ? " (changed files)" : ""}` : "";
+  return [el("h2", {}, "Origin"), facts([["id", made.id], ["created", made.created], ["seed", made.seed], ["determinism", made.determinism], ["commit", commit],
+    ["time", duration(run.cost.total_s)], ["samples per second", number(run.cost.samples_per_s, 1)]]),
+  table(["Started", "Host", "Command"], made.sessions.map((each) => [each.started, each.host, ["unirl", ...each.argv].join(" ")]))];
+}

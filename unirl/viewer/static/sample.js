@@ -1,0 +1,48 @@
+// One sample: prompt, rewrite, medium, reward by component, the others of its prompt, and what it was made from.
+import { get, mediaAddress, sampleLink } from "./api.js";
+import { el, facts, number, table } from "./dom.js";
+import { medium } from "./gallery.js";
+import { list, put } from "./head.js";
+
+export async function show({ main, id, signal, wanted, keys }) {
+  const found = await get(`/api/runs/${id}/sample`, { kind: wanted.kind, step: wanted.step, row: wanted.row }, signal);
+  const row = found.sample;
+  const others = found.siblings.filter((each) => each.row !== row.row);
+  put(main, el("h1", {}, `Sample ${row.sample_id}`), list(found.problems),
+    el("p", {}, el("a", { href: `#/run/${id}/gallery?${new URLSearchParams({ kind: row.kind, first_step: row.step, last_step: row.step })}` }, row.kind === "eval" ? `Evaluation after step ${row.step}` : `Training step ${row.step}`),
+      el("span", { class: "soft" }, " - j and k: other samples of this prompt")),
+    el("div", { class: "shown" },
+      el("div", {}, medium(id, row, { large: true }),
+        row.has_file ? el("p", { class: "soft" }, found.folder, "/", found.file, " - ", el("a", { href: mediaAddress(id, row, row.has_mp4 ? "mp4" : "file"), download: true }, "download")) : null),
+      el("div", {}, el("h2", {}, "Prompt"), el("pre", { dir: "auto" }, row.prompt || "(empty)"),
+        row.rewrite ? [el("h2", {}, "Rewrite that it was drawn from"), el("pre", { dir: "auto" }, row.rewrite)] : null,
+        row.images.length ? [el("h2", {}, "Images in the prompt"), el("ul", {}, row.images.map((name) => el("li", {}, name)))] : null,
+        row.has_file && row.text ? [el("h2", {}, "Text"), el("pre", { dir: "auto" }, row.text)] : null,
+        el("h2", {}, "Reward"), breakdown(row, found.siblings),
+        el("h2", {}, "Facts"), facts([["advantage", row.advantage === null ? "" : number(row.advantage)], ["weight", number(row.weight)], ["weights of update", row.weight_version],
+          ["track", row.track], ["medium", row.medium], ["group", row.group_id], ...Object.entries(row.facts).map(([name, value]) => [name, String(value)])]),
+        el("h2", {}, "Lineage"), el("ul", { class: "tree" }, found.lineage.map((node) => el("li", { "data-depth": Math.min(node.depth, 4), class: node.row === row.row ? "here" : null },
+          el("span", { class: "soft" }, `${node.label}: `), node.row === null ? node.text : el("a", { href: sampleLink(id, { ...row, row: node.row }) }, node.text)))))),
+    found.history.length > 1 ? [el("h2", {}, "The same prompt and noise in other evaluations"), strip(id, found.history, (each) => `step ${each.step}: `)] : null,
+    others.length ? [el("h2", {}, `Other samples of this prompt (${others.length})`), strip(id, others, () => "")] : null);
+  keys((event) => {
+    if (event.key !== "j" && event.key !== "k") return false;
+    const at = found.siblings.findIndex((each) => each.row === row.row) + (event.key === "j" ? 1 : -1);
+    if (found.siblings[at]) location.hash = sampleLink(id, found.siblings[at]);
+    return true;
+  });
+}
+
+function breakdown(row, siblings) {
+  const all = [["reward", row.reward], ...Object.entries(row.rewards)];
+  const values = (name) => siblings.map((each) => (name === "reward" ? each.reward : each.rewards[name])).filter((value) => value !== null && value !== undefined);
+  return table(["Score", "Value", "Mean of the prompt", "Rank"], all.map(([name, value]) => {
+    const group = values(name), mean = group.length ? group.reduce((a, b) => a + b, 0) / group.length : null;
+    return [name, number(value), number(mean), value === null ? "-" : `${group.filter((other) => other > value).length + 1} of ${group.length}`];
+  }), [1, 2, 3]);
+}
+
+function strip(id, rows, label) {
+  return el("div", { class: "row" }, rows.map((each) => el("a", { class: each.has_file ? "side" : "side words", href: sampleLink(id, each), "data-item": true },
+    el("div", { class: each.has_file ? "view" : null }, medium(id, each)), el("p", {}, label(each), number(each.reward)))));
+}

@@ -1,9 +1,9 @@
-"""The blocks of a recipe about watching a run while it goes on: services of `tracking`, and `profile`."""
+"""The blocks of a recipe about what a run shows: `tracking` with its services, and `profile`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -32,6 +32,29 @@ class OpenTelemetryConfig:
     def __post_init__(self) -> None:
         if not self.endpoint.startswith(("http://", "https://")):
             raise ValueError(f"endpoint must begin with http:// or https://, got {self.endpoint!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingConfig:
+    """Tracking services that get the metrics as well, and how many samples are kept."""
+
+    mirrors: tuple[Literal["wandb", "tensorboard", "swanlab", "trackio", "mlflow"], ...] = ()
+    """Services that also get the metrics of the run directory."""
+    entity: str | None = None
+    """The W&B team or user."""
+    offline: bool = False
+    """Services write to local files and never use the network."""
+    sample_steps: Annotated[int, Meta(ge=0)] = 10
+    """Keep samples every this many steps and after the last step; 0 = never."""
+    max_samples: Annotated[int, Meta(ge=1)] = 16
+    """Samples that are kept each time."""
+    keep_samples: Annotated[int, Meta(ge=0)] = 0
+    """Sample folders, and evaluation folders beside the first one, that remain: the newest ones; 0 = all. Tables keep
+    every step."""
+    prometheus: PrometheusConfig | None = None
+    """Absent = no server of metrics."""
+    opentelemetry: OpenTelemetryConfig | None = None
+    """Absent = no traces."""
 
 
 @dataclass(frozen=True, kw_only=True)

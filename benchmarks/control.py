@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.harness import machine  # noqa: E402
-from unirl.config.recipe import EvaluationConfig  # noqa: E402
+from unirl.config.evaluation import EvaluationConfig  # noqa: E402
 from unirl.data.environment_starts import EnvironmentStarts  # noqa: E402
 from unirl.envs.slots import Source  # noqa: E402
 from unirl.models.policies.pipeline import start_seed  # noqa: E402

@@ -20,6 +20,7 @@ ENDS_BY_ITSELF = {
     "unirl/media/process.py": "a file that its parent process has read within a bound",
     "unirl/tracking/tables.py": "a table that this run wrote",
     "unirl/train/backend/manifest.py": "a manifest that a run wrote",
+    "unirl/viewer/app.py": "the files of the front end, which are part of the package",
 }
 """Files that may read one thing whole, and what that is."""
 

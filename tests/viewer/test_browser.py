@@ -222,12 +222,17 @@ def test_a_live_run_shows_new_steps_by_itself(browser, tmp_path):
     told = json.loads(facts.read_text())
     told |= {"exit": None, "sessions": [told["sessions"][0] | {"host": "elsewhere"}]}  # its heartbeat is fresh
     facts.write_text(json.dumps(told))
+    steps = (copy / "metrics.jsonl").read_text()
+    (copy / "metrics.jsonl").write_text("")
     with viewer(tmp_path) as served:
         page = browser.new_page()
         page.goto(served.address)
         page.wait_for_selector(".badge:has-text('running')")
         page.evaluate("hash => { location.hash = hash; }", f"#/run/{id_of(copy)}")
+        page.wait_for_selector("text=no step yet")
+        (copy / "metrics.jsonl").write_text(steps)
         page.wait_for_selector("text=step 6 of 6")
+        page.wait_for_selector("[data-chart='Time of a step by phase'] canvas")
         with (copy / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": 7, "rollout/reward_mean": 0.75, "rollout/reward_std": 0.1}) + "\n")
         page.wait_for_selector("text=step 7 of 6")

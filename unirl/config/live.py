@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from unirl.config.evaluation import NonNegative, Positive
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrometheusConfig:
@@ -44,11 +46,11 @@ class TrackingConfig:
     """The W&B team or user."""
     offline: bool = False
     """Services write to local files and never use the network."""
-    sample_steps: Annotated[int, Meta(ge=0)] = 10
+    sample_steps: NonNegative = 10
     """Keep samples every this many steps and after the last step; 0 = never."""
-    max_samples: Annotated[int, Meta(ge=1)] = 16
+    max_samples: Positive = 16
     """Samples that are kept each time."""
-    keep_samples: Annotated[int, Meta(ge=0)] = 0
+    keep_samples: NonNegative = 0
     """Sample folders, and evaluation folders beside the first one, that remain: the newest ones; 0 = all. Tables keep
     every step."""
     prometheus: PrometheusConfig | None = None
@@ -61,7 +63,7 @@ class TrackingConfig:
 class ProfileConfig:
     """Profiles steps with torch's profiler (`docs/live.md`). Such steps are slower; their results are the same."""
 
-    steps: tuple[Annotated[int, Meta(ge=1)], ...]
+    steps: tuple[Positive, ...]
     """Numbers of the steps, from 1. The first step of a process also has what happens only once."""
-    operations: Annotated[int, Meta(ge=1)] = 15
+    operations: Positive = 15
     """Operations of each phase in the table."""

@@ -60,7 +60,7 @@ class Difference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class ReplayReport:
     """The record of a run beside a repetition of some of its steps."""
 
     metrics: int
@@ -148,7 +148,7 @@ def write_trace(trainer: Trainer, resp: RolloutResp, folder: Path, sample: str |
     return media.gallery(Gallery(tuple(track.sample_ids[row] for row in rows), 1, facts), folder)
 
 
-def compare(recorded: Path, repeated: Path, step: int, sample: str | None = None) -> Comparison:
+def compare(recorded: Path, repeated: Path, step: int, sample: str | None = None) -> ReplayReport:
     """Compare a repetition with the record of the run: metrics of each repeated step, and samples of the last one.
 
     Args:
@@ -172,7 +172,7 @@ def compare(recorded: Path, repeated: Path, step: int, sample: str | None = None
     chosen = [name for name in old_rows if sample in (None, name)]
     for name in chosen:
         differences += _sample(step, name, old_rows[name], new_rows.get(name), recorded / folder, repeated / folder)
-    return Comparison(metrics=num_metrics, samples=len(chosen), differences=tuple(differences))
+    return ReplayReport(metrics=num_metrics, samples=len(chosen), differences=tuple(differences))
 
 
 def _names(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -1,7 +1,7 @@
 // The stored samples of a run. Only tiles near the window exist, and only their parts of the list are asked for.
 import { get, mediaAddress, sampleLink } from "./api.js";
 import { el, field, number, say, select } from "./dom.js";
-import { head, list, put } from "./head.js";
+import { head, list, put, reload } from "./head.js";
 
 const PART = 60, GAP = 10, SMALLEST = 170, KEPT_PARTS = 40;
 const FILTERS = ["kind", "first_step", "last_step", "prompt", "score", "low", "high", "order"];
@@ -39,7 +39,7 @@ export async function show(context) {
   context.poll(async () => {
     const newer = await get(`/api/runs/${id}/samples`, { ...filter, limit: 0 }, signal);
     if (newer.total > found.total && !count.querySelector("button")) {
-      count.append(" ", el("button", { type: "button", onclick: () => window.dispatchEvent(new HashChangeEvent("hashchange")) }, "Show newer samples"));
+      count.append(" ", el("button", { type: "button", onclick: reload }, "Show newer samples"));
     }
   }, 4000);
 }

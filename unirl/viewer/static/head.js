@@ -16,6 +16,9 @@ export function put(main, ...parts) {
   main.replaceChildren(...parts.flat(Infinity).filter(Boolean));
 }
 
+// Shows the page again, for example because the run has metrics that it did not have.
+export const reload = () => window.dispatchEvent(new HashChangeEvent("hashchange"));
+
 export const list = (text) => problems(text);
 
 // Shows curves now, and again whenever the run has more steps or the server has read more of them.

@@ -2,7 +2,7 @@
 import { get } from "./api.js";
 import { chart, colour } from "./charts.js";
 import { duration, el, facts, number, select, field, table } from "./dom.js";
-import { follow, head, list, put } from "./head.js";
+import { follow, head, list, put, reload } from "./head.js";
 
 const TELLING = ["train/ratio_mean", "train/clip_fraction", "train/kl", "train/approx_kl", "train/entropy", "train/policy_entropy", "train/grad_norm",
   "train/loss", "rollout/zero_std_group_ratio", "rollout/response_len_mean", "rollout/truncated_fraction", "env/return", "env/success_once",
@@ -12,7 +12,7 @@ export async function show(context) {
   const { main, id, signal } = context;
   let run = await get(`/api/runs/${id}`, {}, signal);
   while (!run.complete && !run.count && !signal.aborted) run = await get(`/api/runs/${id}`, {}, signal);
-  const names = Object.keys(run.names);
+  const names = Object.keys(run.names), known = names.length + run.evaluation_names.length;
   const ends = (wanted) => names.filter((name) => name === wanted || name.endsWith(`/${wanted}`));
   const components = names.filter((name) => /^(.+\/)?reward\/.+_mean$/.test(name) && !name.includes("rollout/"));
   const phases = names.filter((name) => name.startsWith("time/") && name !== "time/step");
@@ -39,6 +39,7 @@ export async function show(context) {
     if (!curves.childElementCount) curves.append(el("p", { class: "soft" }, "No step was logged yet."));
     if (content.count !== run.count || content.status.state !== run.status.state) {
       run = await get(`/api/runs/${id}`, {}, signal);
+      if (Object.keys(run.names).length + run.evaluation_names.length !== known) return reload();
       refresh();
     }
   });

@@ -2,7 +2,7 @@
 import { get } from "./api.js";
 import { chart } from "./charts.js";
 import { duration, el, facts, number, table } from "./dom.js";
-import { follow, head, list, put } from "./head.js";
+import { follow, head, list, put, reload } from "./head.js";
 
 const GROUPS = [["mem/", "Memory", "GiB"], ["throughput/", "Throughput", "per second"], ["queue/", "Queues", ""], ["sync/", "Weight sync", ""], ["time/", "Time", "seconds"]];
 
@@ -19,7 +19,8 @@ export async function show(context) {
     el("h2", {}, "Time by phase"), table(["Phase", "Seconds", "Share", ""], Object.entries(cost.phases).sort((a, b) => b[1] - a[1]).map(([name, seconds]) =>
       [name, number(seconds, 2), `${(100 * seconds / total).toFixed(1)} %`, el("meter", { class: "meter", min: 0, max: total, value: seconds, "aria-label": `share of ${name}` })]), [1, 2]),
     curves, el("h2", {}, "Environment"), environment(run.environment));
-  await follow(context, names.slice(0, 64), (content) => {
+  await follow(context, names.slice(0, 64), async (content) => {
+    if (content.count && !run.count) return reload();
     const parts = GROUPS.flatMap(([start, title, unit]) => {
       const own = names.filter((name) => (name.startsWith(start) || name.includes(`/${start}`)) && content.columns[name]?.some((value) => value !== null));
       if (!own.length) return [];

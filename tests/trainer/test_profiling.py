@@ -28,7 +28,8 @@ def test_a_profiled_step_has_a_trace_and_a_table_per_phase_and_the_same_bits(tmp
     assert phases.keys() == {"sync", "generate", "reward", "train"}
     recorded = lines_of(tmp_path / "seen" / "metrics.jsonl")[1]
     for name, seconds in phases.items():
-        assert float(seconds) == pytest.approx(recorded[f"time/{name}"], rel=0.05, abs=0.005)
+        # The range also covers what the profiler does at its first operation, longer on a busy machine.
+        assert float(seconds) == pytest.approx(recorded[f"time/{name}"], rel=0.2, abs=0.1)
     for section in text.split("## ")[1:]:
         shares = [float(share) for share in re.findall(r"([\d.]+)% \|", section)]
         assert (

@@ -235,7 +235,7 @@ def test_a_folder_that_is_a_link_out_of_the_given_one_is_not_shown(root, tmp_pat
     ("headers", "method", "status"),
     [
         (NAMED, "GET", 200), (NAMED, "HEAD", 200), (NAMED, "POST", 405), (NAMED, "PUT", 405), (NAMED, "DELETE", 405),
-        (NAMED, "OPTIONS", 405), ({}, "GET", 401), ({"authorization": "Bearer wrong"}, "GET", 401),
+        (NAMED, "OPTIONS", 405), ({}, "GET", 401), ({}, "POST", 405), ({"authorization": "Bearer wrong"}, "GET", 401),
         ({"authorization": "Bearer "}, "GET", 401), ({**NAMED, "host": "evil.example"}, "GET", 421),
         ({**NAMED, "host": "evil.example:80"}, "GET", 421), ({**NAMED, "host": "127.0.0.1.evil.example"}, "GET", 421),
         ({**NAMED, "host": ""}, "GET", 421), ({**NAMED, "host": "localhost:99"}, "GET", 200),

@@ -21,16 +21,20 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.harness import machine  # noqa: E402
-from unirl.config.recipe import EvaluationConfig  # noqa: E402
+from unirl.config.evaluation import EvaluationConfig  # noqa: E402
 from unirl.data.environment_starts import EnvironmentStarts  # noqa: E402
+from unirl.envs.slots import Source  # noqa: E402
 from unirl.models.policies.pipeline import start_seed  # noqa: E402
 from unirl.sde.noise import NoiseSource  # noqa: E402
+
+if TYPE_CHECKING:
+    import gymnasium
 
 STARTS = 16
 
@@ -51,9 +55,16 @@ class Task:
     """Its arguments."""
     overrides: tuple[str, ...] = ()
     environments: int = 1
+    maker: str = "gymnasium:make"
+    max_steps: int | None = None
+    """The limit of an episode. None: that of the id."""
     network: Mapping[str, Any] = field(default_factory=dict)
     normalized: bool = False
     """Stable-Baselines3 normalizes observations and rewards, as our recipe does."""
+
+    def make(self) -> gymnasium.Env[Any, Any]:
+        """An environment for Stable-Baselines3."""
+        return Source(id=self.id, maker=self.maker, max_steps=self.max_steps).make()
 
     @property
     def every(self) -> int:
@@ -86,11 +97,17 @@ TASKS = {
         network={"net_arch": {"pi": [64, 64], "vf": [64, 64]}, "log_std_init": -0.5},
     ),
     "halfcheetah_sac": Task(
-        "HalfCheetah-v5", "embodied/halfcheetah_sac", 1000, 10, 5, "SAC",
-        {"learning_rate": 3e-4, "learning_starts": 1000, **EPISODES},
+        "HalfCheetah-v5", "embodied/halfcheetah_sac", 1000, 30, 6, "SAC",
+        {"learning_rate": 3e-4, "learning_starts": 999, **EPISODES},
         network={"net_arch": [256, 256]},
     ),
-    "halfcheetah_crossq": Task("HalfCheetah-v5", "embodied/halfcheetah_crossq", 1000, 10, 5, "", {}),
+    "metaworld_reach_ppo": Task(
+        "reach-v3", "embodied/metaworld_reach_ppo", 1600, 20, 5, "PPO",
+        {"learning_rate": 3e-4, "n_steps": 100, "batch_size": 256, "n_epochs": 10, "ent_coef": 0.0},
+        environments=16, maker="unirl.envs.metaworld:make_task", max_steps=100,
+        network={"net_arch": {"pi": [64, 64], "vf": [64, 64]}},
+    ),
+    "halfcheetah_crossq": Task("HalfCheetah-v5", "embodied/halfcheetah_crossq", 1000, 30, 6, "", {}),
 }  # fmt: skip
 Curve = list[tuple[int, float]]
 """Environment steps, and the mean return there."""
@@ -127,20 +144,19 @@ def ours(task: Task, seed: int) -> tuple[Curve, float]:
 
 def theirs(task: Task, seed: int) -> tuple[Curve, float]:
     """The curve and the seconds of training of Stable-Baselines3. Call it in a process of its own."""
-    import gymnasium
     import stable_baselines3 as sb3
     import torch
     from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 
     torch.set_num_threads(1)
-    environments: VecEnv = make_vec_env(task.id, n_envs=task.environments, seed=seed)
+    environments: VecEnv = make_vec_env(task.make, n_envs=task.environments, seed=seed)
     if task.normalized:
         environments = VecNormalize(environments)
     model = getattr(sb3, task.algorithm)(
         "MlpPolicy", environments, seed=seed, device="cpu", policy_kwargs=dict(task.network), **task.theirs
     )
-    judge = gymnasium.make(task.id)
+    judge = task.make()
 
     def mean_return() -> float:
         total = 0.0
@@ -183,14 +199,15 @@ def summary(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     rows = []
     for name, system in sorted({(run["task"], run["system"]) for run in runs}):
         own = [run for run in runs if (run["task"], run["system"]) == (name, system)]
-        returns = list(zip(*([value for _, value in run["curve"]] for run in own), strict=True))
+        points = min(len(run["curve"]) for run in own)  # a run that was stopped has fewer
+        returns = list(zip(*([value for _, value in run["curve"][:points]] for run in own), strict=True))
         error = [statistics.stdev(each) / len(each) ** 0.5 if len(each) > 1 else None for each in returns]
         rows.append(
             {
                 "task": name,
                 "system": system,
                 "seeds": len(own),
-                "steps": [steps for steps, _ in own[0]["curve"]],
+                "steps": [steps for steps, _ in own[0]["curve"][:points]],
                 "mean": [round(statistics.mean(each), 1) for each in returns],
                 "standard_error": [None if each is None else round(each, 1) for each in error],
                 "steps_per_s": round(statistics.mean(run["curve"][-1][0] / run["seconds"] for run in own), 1),

@@ -47,12 +47,16 @@ from tests.trainer.killing import Run, Unkilled, after_seconds, after_step, step
 
 COMMON = ("keep_checkpoints=2", "evaluation.eval_steps=5", "tracking.sample_steps=4", "save_interval=1")
 IMAGES, TEXT = "diffusion/sd3_trainside", str(ROOT / "tests/trainer/text_loop.yaml")
+AHEAD = "diffusion/sd3_replica_lora_separate"
+RAY = ("stall_timeout_s=60", "restarts.max=9")
 SERVICE_REWARD = "diffusion/sd3_nft_reward_service"
 MODES = {
     "local": Run(IMAGES, 8, (*COMMON, "scale=toy", "checkpoint.asynchronous=false")),
     "asynchronous": Run(IMAGES, 8, (*COMMON, "scale=toy", "checkpoint.asynchronous=true")),
+    "ahead": Run(AHEAD, 8, (*COMMON, "scale=toy", "runtime=local", "asynchronous.max_staleness=2")),
     "llm": Run(TEXT, 8, (*COMMON, "checkpoint.asynchronous=true", "plugins=[tests]")),
-    "ray": Run(IMAGES, 8, (*COMMON, "scale=toy", "num_devices=2", "stall_timeout_s=60", "restarts.max=9")),
+    "ray": Run(IMAGES, 8, (*COMMON, "scale=toy", "num_devices=2", *RAY)),
+    "ray_ahead": Run(AHEAD, 8, (*COMMON, "scale=toy", "asynchronous.max_staleness=2", *RAY)),
     "service": Run(SERVICE_REWARD, 8, (*COMMON, "scale=toy", "reward_parts=2")),
 }
 SERVICE = {"rewards": [{"name": "brightness", "scorer": "brightness", "num_threads": 1, "device": "cpu"}]}
@@ -113,7 +117,9 @@ OF_OTHERS = ("kill", "pause", "pause and kill")
 def disturb(run: Run, folder: Path, choice: random.Random, mode: str, service: RunningService | None) -> Disturbance:
     """Begins or continues a run, disturbs it once, and waits for the end of its process."""
     child = begin(run.recipe, folder, *run.overrides, f"num_rollouts={run.num_steps}", own_session=True)
-    victim = choice.choice(["driver", {"ray": "worker", "service": "service"}.get(mode, "driver")])
+    victim = choice.choice(
+        ["driver", {"ray": "worker", "ray_ahead": "worker", "service": "service"}.get(mode, "driver")]
+    )
     kind = choice.choice(list(KINDS) if victim == "driver" else OF_OTHERS)
     when = moment(folder, run.num_steps, choice)
     while child.is_alive() and not when():

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from tests import shapes
+from tests import shapes, warm_servers
+from unirl.rollout.engine.serving import process
 
 shapes.install(*shapes.ANNOTATED)
 
@@ -18,6 +19,14 @@ settings.load_profile("unirl")
 def pytest_addoption(parser: pytest.Parser) -> None:
     words = "runs that tests/trainer/test_kill_and_resume.py kills in the full tier (default 8)"
     parser.addoption("--kills", type=int, default=8, help=words)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm_servers() -> Iterator[None]:
+    """Engines of this process start servers within milliseconds, unless a test puts `warm_servers.COLD` in place."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "spawn", warm_servers.spawn)
+        yield
 
 
 @pytest.fixture

@@ -18,7 +18,8 @@ from unirl.types.protocols import DtypeName
 @contextmanager
 def running(server: WireServer) -> Iterator[str]:
     """A server that answers until the end of the block. Yields its address."""
-    thread = threading.Thread(target=server.serve_forever)
+    # Its end is noticed within this interval, half a second by default.
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
         yield server.url

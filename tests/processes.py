@@ -45,11 +45,16 @@ def run_python(words: Sequence[str], folder: Path, environ: Mapping[str, str] | 
 
 def _run_python(words: list[str], folder: Path, output: Path, environ: dict[str, str]) -> None:
     os.environ.update(environ)
-    written = os.open(output, os.O_WRONLY | os.O_CREAT)
-    os.dup2(written, 1)
-    os.dup2(written, 2)
     os.chdir(folder)
     sys.path.insert(0, str(folder))
+    become(words, output)
+
+
+def become(words: Sequence[str], output: Path) -> None:
+    """Run `python *words` in this process. Its output is appended to a file."""
+    written = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(written, 1)
+    os.dup2(written, 2)
     module, arguments = (words[1], words[2:]) if words[0] == "-m" else ("", words[1:])
     sys.argv = [module or words[0], *arguments]
     if module:

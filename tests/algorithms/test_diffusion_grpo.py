@@ -22,6 +22,7 @@ from tests.algorithms.trajectories import (
 )
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.algorithms.shared.kl import AdaptiveKL
+from unirl.algorithms.shared.mismatch import SequenceTIS, TokenTIS
 from unirl.config.errors import ConfigError
 from unirl.models.denoising.stage import DiffusionStage
 from unirl.sde.kernels import CPSSDEStrategy, DanceSDEStrategy, FlowDDIM, FlowSDEStrategy
@@ -257,6 +258,27 @@ def test_loss_and_gradient_are_those_of_the_papers_equation(name: str, latent: t
     assert_same(have, expected(named, track, equation))
     if algorithm.ratio == "plain":  # so that the clip, on both sides, is part of what agrees
         assert have.metrics["train/clip_fraction_high"] > 0 and have.metrics["train/clip_fraction_low"] > 0
+
+
+@LATENTS
+def test_samples_of_another_policy_are_weighed_by_truncated_importance_weights(latent: tuple[int, ...]) -> None:
+    """The decoupled objective: the reference samples, the ratio is clipped around the old policy."""
+    named, cap = policies(latent), 1.001
+
+    def decoupled(step: Step) -> Tensor:
+        return (step.old.logp - step.reference.logp).exp().clamp(max=cap) * flow_grpo(step)
+
+    algorithm = DiffusionGRPO(**CLIP, mismatch=TokenTIS(cap=cap))
+    track = anchored(algorithm, named, trajectory(named.reference, latent))
+    have = loss_and_gradient(algorithm, named.new, track)
+    assert_same(have, expected(named, track, decoupled))
+    assert 0.0 < have.metrics["train/mismatch_cut"] < 1.0
+    assert algorithm.needs.behaviour_logp
+
+
+def test_a_weight_of_whole_responses_is_refused() -> None:
+    with pytest.raises(ConfigError, match="TokenTIS or MaskedIS"):
+        DiffusionGRPO(mismatch=SequenceTIS())
 
 
 def test_the_loss_clips_by_the_current_range_and_logs_it() -> None:

@@ -13,6 +13,7 @@ from unirl.algorithms.shared.mismatch import Correction, GeometricRejection, Mas
 from unirl.algorithms.shared.packed import RowOffsets
 from unirl.config.errors import ConfigError
 from unirl.types.results import values
+from unirl.types.segments import TextSegment
 
 ROWS = RowOffsets.of(torch.tensor([0, 3, 3, 5]), torch.ones(5, dtype=torch.bool), torch.ones(3, dtype=torch.bool))
 GAPS = torch.tensor([0.1, -0.2, 1.0, -1.5, 0.3], dtype=torch.float64)
@@ -107,6 +108,46 @@ def test_weighted_samples_of_the_engine_have_the_trainers_expectations() -> None
     rows = RowOffsets.of(torch.arange(5), torch.ones(4, dtype=torch.bool), torch.ones(4, dtype=torch.bool))
     weights = TokenTIS(cap=9.0)((full / engine).log(), rows).weights
     assert torch.allclose(engine * weights, full, rtol=1e-12)
+
+
+@pytest.mark.parametrize("is_corrected", [True, False])
+def test_stale_samples_give_the_policy_gradient_only_with_the_weights(is_corrected: bool) -> None:
+    """Every first token is a sample. Its weight is its probability under the earlier weights, so nothing is random.
+
+    The true gradient of J = sum_a pi(a) r(a) is pi(a) (r(a) - J). Without the weights it is, in expectation, that of
+    sum_a b(a) r(a) log pi(a), which is another direction.
+    """
+    stage = token_stage()
+    actions = stage.table.vocabulary
+    earlier = torch.tensor([0.05, 0.35, 0.3, 0.2, 0.1], dtype=torch.float64)
+    rewards = torch.tensor([1.0, 0.2, -0.4, 0.7, 0.1], dtype=torch.float64)
+    whole = token_track(stage, prompts=1)
+    track = whole.select([0] * actions).replace(
+        segment=TextSegment(
+            tokens=torch.arange(actions),
+            logp=earlier.log(),
+            loss_mask=torch.ones(actions, dtype=torch.bool),
+            offsets=torch.arange(actions + 1),
+            finished=torch.ones(actions, dtype=torch.bool),
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            anchors={},
+        ),
+        advantages=rewards,
+        weight=earlier,
+    )
+    algorithm = ARGRPO(mismatch=TokenTIS(cap=1e9) if is_corrected else None)
+    stage.table.zero_grad()
+    algorithm.loss(stage, track, (0,)).loss.backward()
+    have = -stage.table.table.grad[0, actions].double()  # the line of the first prompt before any token
+    policy = stage.table.table[0, actions].double().softmax(0).detach()
+    true = policy * (rewards - (policy * rewards).sum())
+    if is_corrected:
+        assert torch.allclose(have, true, atol=1e-6)
+    else:
+        stale = earlier * rewards - policy * (earlier * rewards).sum()
+        assert torch.allclose(have, stale, atol=1e-6) and not torch.allclose(have, true, atol=1e-2)
 
 
 @pytest.mark.parametrize("make", [TokenTIS, SequenceTIS])

@@ -151,14 +151,40 @@ def test_the_temperature_rests_where_the_entropy_is_the_target() -> None:
         assert float(critics_of(stage).log_alpha.grad) * sign > 0  # type: ignore[arg-type]
 
 
-def test_renormalization_gives_the_running_normalization_once_it_is_warm() -> None:
+def affine_norm() -> tuple[RunningNorm, Tensor, Tensor]:
+    """A normalization with statistics of its own, and its scale and shift [1, 1, 3]."""
     norm = RunningNorm(1, 3)
     norm.get_buffer("mean").fill_(0.2)
     norm.get_buffer("variance").fill_(1.5)
+    with torch.no_grad():
+        norm.scale.copy_(torch.tensor([0.5, 1.0, -2.0]))
+        norm.shift.copy_(torch.tensor([0.3, 0.0, 1.0]))
+    return norm, norm.scale, norm.shift
+
+
+@pytest.mark.parametrize("by_batch", [True, False])
+def test_before_it_is_warm_the_normalization_is_that_of_torch(by_batch: bool) -> None:
+    norm, scale, shift = affine_norm()
+    x = torch.randn(1, 64, 3, generator=generator()).requires_grad_()
+    means, variances = norm.get_buffer("mean").flatten().clone(), norm.get_buffer("variance").flatten().clone()
+    expected = batch_norm(x[0], means, variances, scale.flatten(), shift.flatten(), training=by_batch, momentum=0.01)
+    found = (norm.batch if by_batch else norm.fixed)(x, scale, shift)[0]
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(norm.get_buffer("mean").flatten(), means)
+    inputs, seen = (x, scale, shift), torch.randn(64, 3, generator=generator())
+    for own, theirs in zip(
+        torch.autograd.grad(found, inputs, seen), torch.autograd.grad(expected, inputs, seen), strict=True
+    ):
+        torch.testing.assert_close(own, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_renormalization_gives_the_running_normalization_once_it_is_warm() -> None:
+    norm, scale, shift = affine_norm()
     norm.get_buffer("count").fill_(norm.warmup)
     x = torch.randn(1, 64, 3, generator=generator())
-    expected = norm.fixed(x)
-    assert torch.allclose(norm.batch(x), expected, atol=1e-5)  # r and d within their bounds cancel the batch
+    expected = norm.fixed(x, scale, shift)
+    # r and d within their bounds cancel the statistics of the batch
+    torch.testing.assert_close(norm.batch(x, scale, shift), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_settings_without_a_meaning_are_refused() -> None:

@@ -222,3 +222,20 @@ def test_the_plan_says_which_times_it_does_not_predict(capsys):
         assert main(["plan", *words, *changed]) == 0
         text = capsys.readouterr().out
         assert all((line in text) is says for line in unpredicted)
+
+
+def test_steps_that_are_generated_ahead_take_time_beside_training_and_memory_for_rows_and_snapshots(capsys):
+    def of(staleness: int):
+        words = (f"asynchronous.max_staleness={staleness}", "algorithm.old_logp_source=rollout")
+        facts = planned(capsys, "diffusion/sd3_replica_lora_separate", *words)
+        peaks = {row["name"]: max(row["gib"].values()) for row in facts["memory_gib"]}
+        return facts, {name: phase["seconds"] for name, phase in facts["time"].items()}, peaks
+
+    (turns, seconds, before), (ahead, same, after) = of(0), of(2)
+    assert same == seconds
+    assert turns["step_seconds"] == pytest.approx(sum(seconds.values()))
+    longest = max(seconds["generate"] + seconds["reward"], seconds["train"])
+    assert ahead["step_seconds"] == pytest.approx(seconds["sync"] + longest)
+    assert after["stored latents"] == pytest.approx(3 * before["stored latents"])
+    trainable = ahead["sizes"]["trainable_parameters"] / ahead["settings"]["num_shards"]
+    assert after["snapshots"] - before.get("snapshots", 0.0) == pytest.approx(2 * trainable * 4 / cost.GIB, rel=1e-6)

@@ -26,6 +26,7 @@ from unirl.config.recipe_files import find_recipe
         ("cartpole_ppo", "sampling.auto_reset=true", "sampling.continuing"),
         ("cartpole_ppo", "pipeline.env.max_episode_steps=50", "pipeline.env.max_steps"),
         ("cartpole_ppo", "evaluation.val_check_interval=5", "evaluation.eval_steps"),
+        ("cartpole_ppo", "seed=1", "sampling.seed"),
         ("pendulum_sac", "algorithm.q_head_type=crossq", "algorithm.norm"),
     ],
 )

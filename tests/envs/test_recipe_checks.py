@@ -94,6 +94,19 @@ def no_bundle_is_built(monkeypatch):
             2020,
             "trains squashed Gaussian policies, and the bundle has a openvla",
         ),
+        *[
+            (
+                recipe,
+                [
+                    "scale=toy",
+                    "algorithm={_target_: unirl.algorithms.imitation.BehaviourCloning}",
+                    "stack={_target_: unirl.train.replay_stack.ReplayStack, offline: {path: toy}, offline_share: 1}",
+                ],
+                2020,
+                "BehaviourCloning imitates .* for which a (openvla|pi0) has no loss",
+            )
+            for recipe in ("embodied/maniskill_pickcube_ppo_openvla_oft", "embodied/libero_pi0_ppo")
+        ],
         (FLOW, ["algorithm.ratio_of=part"], 2020, "the decisions of a FlowPolicy have no parts"),
         (SAC, ["bundle.normalize=true"], 2020, "ReplayStack does not follow the statistics of observations"),
     ],

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.models.family_cases import CASES
 from tests.toy import ToyBundle, ToyPipeline
-from tests.train.ranks import run_ranks
+from tests.train.ranks import fsdp_events, run_ranks
 from unirl.distributed import current
 from unirl.models.base import Pipeline
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
@@ -222,13 +222,12 @@ def rollout(pipeline: Pipeline, backend: FSDPBackend, req: RolloutReq, gather: b
     hooks = [block.register_forward_pre_hook(look) for block in blocks]
     hooks.append(backend.module.register_forward_pre_hook(lambda *_: starts.append(0)))
     engine = TrainsideRolloutEngine(pipeline, backend, forward_batch_size=4, gather_weights=gather)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with fsdp_events() as events:
         resp = engine.generate(req)
     for hook in hooks:
         hook.remove()
-    events = sorted(profile.events(), key=lambda event: event.time_range.start)
     # Before the first forward, FSDP2 does not know the names of its units.
-    gathers = [event.name for event in events if event.name == "FSDP::all_gather" or "FSDP::all_gather (" in event.name]
+    gathers = [name for name in events if name == "FSDP::all_gather" or name.startswith("FSDP::all_gather (")]
     segments: dict[str, Any] = {name: track.segment for name, track in resp.tracks.items()}
     tensors = {name: each.tokens if isinstance(each, TextSegment) else each.latents for name, each in segments.items()}
     tensors |= {f"{name} logp": each.logp for name, each in segments.items()}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,7 +14,9 @@ import pytest
 import torch
 
 from tests import fake_servers
+from tests.processes import wait_until
 from tests.served_tokens import ATOL, FAKE, Served, serving
+from tests.warm_servers import WarmProcess
 from unirl.config.errors import DependencyError, EngineError, IncompatibleError, SyncError, WeightsLostError
 from unirl.rollout.engine.openai.engine import OpenAIRolloutEngine
 from unirl.rollout.engine.serving import server
@@ -214,15 +214,15 @@ def test_two_runs_on_one_server_are_told_apart(kind, tmp_path) -> None:
 @pytest.mark.slow
 def test_a_server_that_is_gone_is_named(kind, tmp_path) -> None:
     """The command starts a server in a process of its own, which kills itself while it generates."""
-    words = [sys.executable, "-m", "unirl.cli", "engines", "fake", "--engine", kind.name, "--fault", "die", "--"]
-    with subprocess.Popen([*words, *kind.flags], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        url = process.stdout.readline().strip()
-        gone = pytest.raises(EngineError, match=f"no {kind.engine.server_class.name} answers at rollout.url={url}")
-        with kind.serving(tmp_path, url=url) as served, gone:
-            served.push()  # the probe may ask for the tenth response already
-            served.sampled(served.asking())
-        assert process.wait(60) == -signal.SIGKILL
+    words = ["-m", "unirl.cli", "engines", "fake", "--engine", kind.name, "--fault", "die", "--", *kind.flags]
+    process = WarmProcess(words, tmp_path / "log", os.environ)
+    assert wait_until(lambda: "\n" in (tmp_path / "log").read_text(), 60)
+    url = (tmp_path / "log").read_text().split()[0]
+    gone = pytest.raises(EngineError, match=f"no {kind.engine.server_class.name} answers at rollout.url={url}")
+    with kind.serving(tmp_path, url=url) as served, gone:
+        served.push()  # the probe may ask for the tenth response already
+        served.sampled(served.asking())
+    assert process.wait(60) == -signal.SIGKILL
 
 
 @pytest.mark.slow

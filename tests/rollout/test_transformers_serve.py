@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import warm_servers
 from tests.served_tokens import Served
 from unirl.config.errors import EngineError, IncompatibleError, SyncError
 from unirl.distributed.weight_sync.fingerprint import fingerprints
 from unirl.models.language.packing import prompts_of
 from unirl.rollout.engine.openai.transformers_serve import PROBE_LADDER, TransformersServeEngine
+from unirl.rollout.engine.serving import process
 from unirl.rollout.engine.serving.engine import SEEDS
 from unirl.sde.noise import NoiseSource, key_seed
 from unirl.testing.engine import check_engine
@@ -28,6 +30,9 @@ from unirl.testing.language import text_params, text_request
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """One server for the tests that leave it running. Its weights are those of the last update."""
     served = Served.at(TransformersServeEngine, tmp_path_factory.mktemp("run"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "spawn", warm_servers.COLD)  # as a run starts it
+        served.engine.server.start()
     yield served
     served.engine.server.stop()
 
@@ -120,19 +125,19 @@ def test_a_killed_server_is_restarted_with_its_weights_and_gives_the_same_answer
     served = Served.at(TransformersServeEngine, tmp_path, max_restarts=1)
     served.train()
     served.push()
-    process = served.engine.server.process
+    serving = served.engine.server.process
     expected = served.tokens(served.asking())
     complete, asked = served.engine.server.complete, []
 
     def killing(request, params):
         asked.append(request.id)
         if len(asked) == 5:
-            os.killpg(process._process.pid, signal.SIGKILL)
+            os.killpg(serving._process.pid, signal.SIGKILL)
         return complete(request, params)
 
     served.engine.server.complete = killing
     assert served.tokens(served.asking()) == expected
-    assert process.num_starts == 2 and len(asked) == len(expected) + 1
+    assert serving.num_starts == 2 and len(asked) == len(expected) + 1
     asked.clear()
     text = r"(?s)ended by signal SIGKILL.*max_restarts=1 times.*log is .*serve-0\.log"
     with pytest.raises(EngineError, match=text):

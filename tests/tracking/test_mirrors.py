@@ -130,6 +130,59 @@ def test_swanlab_offline_keeps_metrics_and_images(tmp_path, monkeypatch):
     assert PAGE in [file.read_text(encoding="utf-8") for file in files if file.suffix == ".txt"]
 
 
+def test_trackio_keeps_metrics_captions_videos_and_texts_of_a_resumed_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "store"))
+    pytest.importorskip("trackio")
+    from trackio.sqlite_storage import SQLiteStorage
+    from trackio.utils import MEDIA_DIR
+
+    feed("trackio", tmp_path, steps=(1,))
+    feed("trackio", tmp_path, steps=(2,), resumed_step=1)
+    rows = SQLiteStorage.get_logs("demo", "run-one")
+    curve = [(row["step"], row["rollout/reward_mean"]) for row in rows if "rollout/reward_mean" in row]
+    assert curve == [(1, 0.5), (2, 0.75)]
+    media = {key: value for row in rows if row["step"] == 2 for key, value in row.items() if key.startswith("media/")}
+    assert media["media/samples_0"]["caption"] == CAPTION
+    with Image.open(MEDIA_DIR / media["media/samples_0"]["file_path"]) as image:
+        assert image.convert("RGB").getpixel((4, 4)) == (255, 0, 0)
+    films = [MEDIA_DIR / media[f"media/samples_videos_{number}"]["file_path"] for number in (0, 1)]
+    assert not can_write_mp4() or films[0].read_bytes() == (tmp_path / "film.mp4").read_bytes()
+    assert_film(films[1].read_bytes())
+    assert media["media/eval"]["_value"] == PAGE
+    assert SQLiteStorage.get_run_config("demo", "run-one")["sampling"] == {"seed": 42}
+
+
+def test_trackio_sends_nothing_elsewhere_when_offline(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_SERVER_URL", "http://127.0.0.1:9")
+    with pytest.raises(ValueError, match=r"tracking.offline=true, but TRACKIO_SERVER_URL is set"):
+        MIRRORS["trackio"]().start(RunInfo(root=tmp_path, project="demo", run_id="r", offline=True))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # those of its own libraries
+def test_mlflow_offline_keeps_metrics_media_and_settings_of_a_resumed_run(tmp_path):
+    pytest.importorskip("mlflow")
+    from mlflow import MlflowClient
+
+    feed("mlflow", tmp_path, steps=(1,))
+    feed("mlflow", tmp_path, steps=(2,), resumed_step=1)
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow/mlflow.db")
+    [run] = client.search_runs([client.get_experiment_by_name("demo").experiment_id])
+    assert (run.info.run_name, run.info.status, run.data.params) == ("run-one", "FINISHED", {"sampling.seed": "42"})
+    history = client.get_metric_history(run.info.run_id, "rollout/reward_mean")
+    assert [(metric.step, metric.value) for metric in history] == [(1, 0.5), (2, 0.75)]
+    folder = Path(client.download_artifacts(run.info.run_id, "", str(tmp_path)))
+    [shown] = folder.glob("images/samples~0+step+2+*.png")
+    with Image.open(shown) as image:
+        assert image.getpixel((4, 4)) == (255, 0, 0)
+    assert json.loads((folder / "captions/samples/step-000002.json").read_text()) == {"samples/0": CAPTION}
+    assert_film((folder / "videos/samples/step-000002/still.gif").read_bytes())
+    if can_write_mp4():
+        film = folder / "videos/samples/step-000002/film.mp4"
+        assert film.read_bytes() == (tmp_path / "film.mp4").read_bytes()
+    assert (folder / "texts/eval/step-000002.md").read_text(encoding="utf-8") == PAGE
+
+
 def test_images_that_are_sent_together_have_one_size(tmp_path):
     """W&B warns otherwise, and shows them stretched."""
     rows = tuple(SampleRow(sample_id=f"s{i}", group_id="g", prompt="p", reward=0.5) for i in range(3))
@@ -152,7 +205,9 @@ def test_mirror_without_its_library_is_refused_with_the_install_line(spec, monke
 
 
 def test_unknown_mirror_is_refused_by_name():
-    with pytest.raises(ValueError, match="unknown mirror 'wandbb'; there are swanlab, tensorboard, wandb"):
+    with pytest.raises(
+        ValueError, match="unknown mirror 'wandbb'; there are mlflow, swanlab, tensorboard, trackio, wandb"
+    ):
         make_mirrors(["wandbb"])
 
 

@@ -18,7 +18,7 @@ from PIL import Image
 from unirl.tracking.console import Console
 from unirl.tracking.images import ImageMedia
 from unirl.tracking.media import read_samples
-from unirl.tracking.mirrors import Preview, RunInfo
+from unirl.tracking.mirrors import Mirror, Preview, RunInfo
 from unirl.tracking.overview import draw_overview, exchanges
 from unirl.tracking.run_directory import RunDirectory, RunIdentity, status_of
 from unirl.tracking.samples import SampleRow, SampleTable
@@ -235,7 +235,7 @@ def test_other_evaluation_prompts_give_a_warning_instead_of_a_wrong_sheet(tmp_pa
     assert "warning: no before/after page" in stream.getvalue()
 
 
-class Broken:
+class Broken(Mirror):
     """A mirror that fails at one of its methods and counts its calls."""
 
     name = "broken"

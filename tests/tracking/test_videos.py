@@ -14,7 +14,7 @@ from PIL import Image, ImageSequence
 
 from unirl.tracking.images import ImageMedia
 from unirl.tracking.media import MEDIA, media_of, read_samples
-from unirl.tracking.mirrors import Preview
+from unirl.tracking.mirrors import Mirror, Preview
 from unirl.tracking.run_directory import RunDirectory, RunIdentity
 from unirl.tracking.samples import Gallery, SampleRow, SampleTable, write_manifest
 from unirl.tracking.sheets import BACKGROUND, before_after_sheet, contact_sheet
@@ -330,7 +330,7 @@ def test_without_an_encoder_videos_are_kept_as_webp_which_is_said_once(tracker, 
     assert list(root.glob("**/*.mp4")) == [] and len(list(root.glob("**/p*.webp"))) == 12
 
 
-class Recorded:
+class Recorded(Mirror):
     """A mirror that remembers what it was shown."""
 
     name = "recorded"
@@ -339,17 +339,11 @@ class Recorded:
         self.pages: list[tuple[str, str]] = []
         self.films: list[Preview] = []
 
-    def start(self, about) -> None: ...
-
-    def log(self, step, metrics) -> None: ...
-
     def images(self, step, key, previews) -> None:
         self.pages += [(key, preview.path.name) for preview in previews]
 
     def videos(self, step, key, previews) -> None:
         self.films += previews
-
-    def finish(self, code) -> None: ...
 
 
 def test_mirrors_are_shown_the_sheet_and_the_first_videos(tmp_path, monkeypatch):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -39,6 +40,28 @@ def run_ranks(num: int, fn: Callable[..., Any], *args: Any, deadline_s: float = 
         for process in processes:
             process.kill()
             process.join(10)
+
+
+@contextmanager
+def fsdp_events() -> Iterator[list[str]]:
+    """The names under which FSDP2 shows profilers its gathers, reductions and prefetches within the block, in order.
+
+    A profiler would record every operation of PyTorch with them, which takes far longer than the block.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as places
+
+    names: list[str] = []
+    plain = places.record_function
+
+    def recorded(name: str) -> AbstractContextManager[object]:
+        names.append(name)
+        return plain(name)
+
+    places.record_function = recorded  # type: ignore[misc, assignment]
+    try:
+        yield names
+    finally:
+        places.record_function = plain  # type: ignore[misc]
 
 
 def _results(pipes: list[Connection], deadline: float) -> list[Any]:

@@ -148,6 +148,12 @@ def test_a_resumed_run_with_demonstrations_continues_and_checkpoints_have_their_
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+def test_a_resumed_run_without_the_demonstrations_is_refused(tmp_path: Path) -> None:
+    trained(offline(), 0).backend.save(str(tmp_path))
+    with pytest.raises(ResumeError, match=r"objects beside the weights are .*'demonstrations'.* resume=none"):
+        replay_stack(squashed_pipeline(), minibatch_size=10).backend.load(str(tmp_path))
+
+
 @pytest.mark.parametrize("before", [True, False])
 def test_a_resumed_run_with_other_demonstrations_is_refused(tmp_path: Path, monkeypatch, before) -> None:
     first = offline() if before else replay_stack(squashed_pipeline())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.toy import ToyBundle, ToyPipeline
-from tests.train.ranks import run_ranks
+from tests.train.ranks import fsdp_events, run_ranks
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.distributed import current
 from unirl.models.denoising.bundle import DiffusionBundle
@@ -222,9 +222,9 @@ def reductions(defer: bool) -> int:
     backend = case.backend(bundle)
     stack = TrainStack(backend, DiffusionGRPO(), bundle.stage(), micro_batch_size=4)
     track = rollout(case, bundle, backend)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with fsdp_events() as events:
         stack.train_track(share(track, 1))
-    return sum(event.count for event in profile.key_averages() if "post_backward_reduce" in event.key)
+    return sum("post_backward_reduce" in name for name in events)
 
 
 @pytest.mark.parametrize(("defer", "expected"), [(True, 3), (False, 18)])
@@ -260,11 +260,10 @@ def prefetches(count: int) -> list[str]:
     bundle = case.bundle()
     backend = case.backend(bundle)
     track = rollout(case, bundle, backend)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with fsdp_events() as events:
         logp = bundle.stage().replay(track.conditions, track.segment, [0]).logp
         backend.backward(logp.sum(), last=True)
-    result = [event for event in profile.events() if "_prefetch for" in event.name]
-    return [event.name.removeprefix("FSDP::") for event in sorted(result, key=lambda event: event.time_range.start)]
+    return [name.removeprefix("FSDP::") for name in events if "_prefetch for" in name]
 
 
 def test_blocks_are_gathered_ahead_in_the_order_in_which_they_run() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import signal
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import FrameType
@@ -30,9 +32,22 @@ def said(folder: Path) -> str:
 
 
 def jump_clock(pid: int, seconds: int) -> None:
-    """Moves the wall clocks of Python in a process of `begin` by some seconds; monotonic clocks go on."""
+    """Moves the wall clocks of Python in a process of `begin` by some seconds; monotonic clocks go on.
+
+    Waits until a process that begins has its handler: without one, the signal would end it.
+    """
+    while Path(f"/proc/{pid}").exists() and not _handles(pid, signal.SIGRTMIN):
+        time.sleep(0.01)
     _clock(pid).write_text(str(seconds))
     os.kill(pid, signal.SIGRTMIN)
+
+
+def _handles(pid: int, number: int) -> bool:
+    """True if a process has a handler for a signal."""
+    with suppress(OSError):
+        [handled] = re.findall(r"SigCgt:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text())
+        return bool(int(handled, 16) >> (number - 1) & 1)
+    return False
 
 
 def _clock(pid: int) -> Path:

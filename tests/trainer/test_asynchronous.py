@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,11 @@ import pytest
 from tests.run_files import metrics_of
 from unirl.config.errors import IncompatibleError
 from unirl.config.load import load
+from unirl.distributed.group.pool import LocalPool
 from unirl.plan.preflight import preflight
+from unirl.rollout.engine.replica.engine import ReplicaRolloutEngine
 from unirl.trainer.assemble import build_trainer
+from unirl.trainer.generation import GenerationAhead
 
 COMMON = ("scale=toy", "tracking.sample_steps=0", "evaluation.eval_steps=0", "backend.optimizer_cfg.learning_rate=3e-3")
 SEPARATE = "diffusion/sd3_replica_lora_separate"
@@ -28,7 +33,7 @@ def final_weights(folder: Path, step: int) -> bytes:
     return (folder / f"checkpoints/checkpoint-{step:06d}/policy/weights.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("staleness", [1, 2, 4])
+@pytest.mark.parametrize("staleness", [1, 4])
 def test_a_step_samples_from_the_weights_of_so_many_steps_before(staleness, tmp_path) -> None:
     run(tmp_path, "num_rollouts=6", f"asynchronous.max_staleness={staleness}")
     rows = metrics_of(tmp_path)
@@ -37,8 +42,10 @@ def test_a_step_samples_from_the_weights_of_so_many_steps_before(staleness, tmp_
     assert [row["rollout/staleness_max"] for row in rows] == [2 * step - versions[step] for step in range(6)]
 
 
-@pytest.mark.parametrize("staleness", [1, 3])
-@pytest.mark.parametrize("stop", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("staleness", "stop"),
+    [(1, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 1), (3, 1), (3, 2), (3, 4)))],
+)
 def test_a_stopped_run_resumes_exactly(staleness, stop, tmp_path) -> None:
     settings = (f"asynchronous.max_staleness={staleness}", "save_interval=1", "evaluation.eval_steps=2")
     run(tmp_path / "whole", "num_rollouts=5", *settings)
@@ -48,12 +55,64 @@ def test_a_stopped_run_resumes_exactly(staleness, stop, tmp_path) -> None:
     assert final_weights(tmp_path / "broken", 5) == final_weights(tmp_path / "whole", 5)
 
 
+def test_an_error_of_the_engine_ends_the_run_at_the_step_that_needs_the_samples(tmp_path, monkeypatch) -> None:
+    sample = ReplicaRolloutEngine.sample
+
+    def failing(engine, req):
+        if req.step == 2:
+            raise OverflowError("out of sorts")
+        return sample(engine, req)
+
+    monkeypatch.setattr(ReplicaRolloutEngine, "sample", failing)
+    with pytest.raises(OverflowError, match="out of sorts"):
+        run(tmp_path, "num_rollouts=6", "asynchronous.max_staleness=1", "save_interval=1")
+    assert [row["step"] for row in metrics_of(tmp_path)] == [1, 2]  # the second one trains while the engine fails
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("generation of step")]
+
+
+def test_steps_that_are_not_generated_when_a_run_ends_leave_no_thread() -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    class Sampler:
+        def generate(self, step, published):
+            begun.set()
+            assert may_end.wait(10)
+            return step
+
+    pool = LocalPool(1, 1, 10.0)
+    generation = GenerationAhead(Sampler(), pool, is_concurrent=True)
+    for step in range(3):
+        generation.begin(step, {})
+    assert begun.wait(10)
+    generation.is_stopped = True
+    may_end.set()
+    pool.join_threads(10.0)
+    assert not any(thread.is_alive() for thread in pool.threads)
+    assert generation.begun[0].result() == 0
+
+
 @pytest.mark.slow
 def test_ray_and_one_process_train_the_same_weights(tmp_path) -> None:
     settings = ("num_rollouts=4", "asynchronous.max_staleness=2", "reward_parts=2", "placement.reward=cpu")
     run(tmp_path / "ray", "runtime=ray", *settings)
     run(tmp_path / "local", "runtime=local", *settings)
     assert final_weights(tmp_path / "ray", 4) == final_weights(tmp_path / "local", 4)
+
+
+@pytest.mark.slow
+def test_every_prompt_is_trained_once_and_in_the_order_of_a_run_in_turns(tmp_path) -> None:
+    settings = ("num_rollouts=12", "tracking.sample_steps=1", "tracking.max_samples=64")
+    trained = {}
+    for name, overrides in {"ahead": ["asynchronous.max_staleness=3"], "in_turns": []}.items():
+        run(tmp_path / name, *settings, *overrides)
+        manifests = sorted((tmp_path / name).glob("samples/step-*/manifest.jsonl"))
+        rows = [[json.loads(line) for line in path.read_text().splitlines()] for path in manifests]
+        trained[name] = [[row["sample_id"] for row in step] for step in rows]
+        ledger = [json.loads(line) for line in (tmp_path / name / "ledger.jsonl").read_text().splitlines()]
+        assert [line["generated"] for line in ledger] == [len(step) for step in trained[name]] == [8] * 12
+    assert trained["ahead"] == trained["in_turns"]
+    everything = [sample for step in trained["ahead"] for sample in step]
+    assert len(everything) == len(set(everything))
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from torch import Tensor
 from unirl.algorithms.shared.transition_loss import BatchLoss, TransitionLoss
 from unirl.config.errors import IncompatibleError
 from unirl.models.policies.stage import ActionStage
+from unirl.types.facts import ActionFacts, ModelFacts
 from unirl.types.protocols import Needs
 from unirl.types.results import Metric, Metrics
 from unirl.types.sampling import ActionSamplingParams
@@ -35,6 +36,14 @@ class BehaviourCloning(TransitionLoss):
     @property
     def needs(self) -> Needs:
         return Needs(advantages=False)
+
+    def check_facts(self, facts: ModelFacts) -> None:
+        if isinstance(facts, ActionFacts) and not facts.can_imitate:
+            raise IncompatibleError(
+                f"algorithm: BehaviourCloning imitates actions that somebody else took, for which a {facts.family} has "
+                "no loss. Train it with unirl.algorithms.action_ppo.ActionPPO or ActionGRPO, or imitate with a bundle "
+                "of unirl.models.policies.bundle"
+            )
 
     def check_own_rows(self, sampling: ActionSamplingParams) -> None:
         if sampling.expert_share is None:

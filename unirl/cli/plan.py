@@ -175,7 +175,7 @@ def plan_facts(recipe: Recipe, sizes: RecipeSizes, device: Device) -> dict[str, 
     plan = run_on(device, sizes)
     resident = resident_parts(plan.placement)
     by_phase = times.step_times(plan.sizes, plan.settings, device)
-    seconds = sum(phase.seconds for phase in by_phase.values())
+    seconds = times.total_seconds(plan.sizes, by_phase)
     return {
         "recipe": recipe.file.name,
         "placement": {role: device_set.words for role, device_set in plan.placement.device_sets.items()},
@@ -288,7 +288,7 @@ def _peak(plan: RunSizes) -> tuple[float, str]:
 def _time_text(plan: RunSizes, device: Device, about: str, num_rollouts: int) -> str:
     """The expected time of a step by phase, and what would make it faster."""
     sizes, by_phase = plan.sizes, times.step_times(plan.sizes, plan.settings, device)
-    seconds = sum(phase.seconds for phase in by_phase.values())
+    seconds = times.total_seconds(sizes, by_phase)
     lines = [f"time       {device.name}, {NOT_MEASURED}{f' ({about})' if about else ''}"]
     lines.append(f"             {'phase':<12}{'time':>9}   {'bound by':<10}{'MFU':>7}   " + _resources("alone:"))
     for name, phase in by_phase.items():

@@ -264,7 +264,7 @@ def _instead(name: str, schema: Schema, context: ReadContext) -> str:
     if name in schema.wired:
         return f" {schema.owner.__name__} gets '{name}' from the trainer, not from the recipe. Remove it"
     value = vars(schema.owner).get(name)
-    if value is not None and not callable(value):
+    if value is not None and not callable(value) and not isinstance(value, property):
         kind = type(value).__name__
         return f" {definition(schema.owner)} gives '{name}' no type, so it is no key. Write {name}: {kind} = {value!r}"
     if name in WRITE_INSTEAD:

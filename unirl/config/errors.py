@@ -186,6 +186,10 @@ class AlarmError(DivergenceError, code=9005):
     """An alarm about the run began, and the recipe ends it then (`watch.on_alarm`)."""
 
 
+class ReplayError(DivergenceError, code=9006):
+    """A step that was repeated has other samples or metrics than those that the run recorded."""
+
+
 class WorkerError(UniRLError, code=10001, exit_status=10):
     """A worker was lost."""
 

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 from msgspec import Meta
 
 from unirl.config.errors import did_you_mean
+from unirl.config.evaluation import EvaluationConfig, NonNegative, NonNegativeFloat, Positive
+from unirl.config.live import OpenTelemetryConfig, ProfileConfig, PrometheusConfig
 from unirl.config.node import Node
 from unirl.config.saving import CheckpointConfig, RestartConfig
 from unirl.config.watching import WatchConfig
@@ -20,50 +22,6 @@ Where = str | int | tuple[int, ...]
 """Devices of a role: `0-3`, `0,2`, `3`, `[0, 2]`, `all`, `in train`, `in rollout`, `cpu`, `cpu x2`."""
 
 MAX_DEVICES = 2**16
-
-
-Positive = Annotated[int, Meta(ge=1)]
-NonNegative = Annotated[int, Meta(ge=0)]
-NonNegativeFloat = Annotated[float, Meta(ge=0)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluationConfig:
-    """Evaluation on held-out prompts, with fixed noise and without training."""
-
-    eval_steps: NonNegative = 0
-    """Evaluate before the first step, after every this many steps, and after the last step; 0 = never."""
-    data_path: str | None = None
-    """File of held-out prompts; absent = the training file, unshuffled."""
-    max_prompts: Positive = 32
-    """Evaluate the first this many prompts of the file."""
-    samples_per_prompt: Positive = 1
-    num_inference_steps: Positive | None = None
-    """Denoising steps, T; absent = as in `sampling`."""
-    guidance_scale: NonNegativeFloat | None = None
-    """Guidance scale of denoising; absent = as in `sampling`."""
-    temperature: NonNegativeFloat | None = None
-    """Temperature of text; 0 = always the most likely token; absent = as in `sampling`."""
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    """Nucleus sampling of text; 1 keeps every token; absent = as in `sampling`."""
-    top_k: NonNegative | None = None
-    """Text is sampled from this many most likely tokens; 0 = from all; absent = as in `sampling`."""
-    max_new_tokens: Positive | None = None
-    """Tokens of a response, at most; absent = as in `sampling`."""
-    seed: int = 42
-    """Seed of the noise, which is the same in every evaluation."""
-    weights: Literal["live", "ema"] = "live"
-    """The weights to evaluate: the trained ones, or their average (backend.ema_cfg)."""
-
-    @property
-    def enabled(self) -> bool:
-        """True if this run evaluates."""
-        return self.eval_steps > 0
-
-    def settings(self, known: Sequence[str]) -> dict[str, object]:
-        """The sampling settings of evaluations; of the optional keys, those that are set and `known`."""
-        optional = {key: vars(self)[key] for key in known if vars(self)[key] is not None}
-        return {"samples_per_prompt": self.samples_per_prompt, "seed": self.seed, **optional}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +47,7 @@ class RunConfig:
 class TrackingConfig:
     """Tracking services that get the metrics as well, and how many samples are kept."""
 
-    mirrors: tuple[Literal["wandb", "tensorboard", "swanlab"], ...] = ()
+    mirrors: tuple[Literal["wandb", "tensorboard", "swanlab", "trackio", "mlflow"], ...] = ()
     """Services that also get the metrics of the run directory."""
     entity: str | None = None
     """The W&B team or user."""
@@ -102,6 +60,10 @@ class TrackingConfig:
     keep_samples: NonNegative = 0
     """Sample folders, and evaluation folders beside the first one, that remain: the newest ones; 0 = all. Tables keep
     every step."""
+    prometheus: PrometheusConfig | None = None
+    """Absent = no server of metrics."""
+    opentelemetry: OpenTelemetryConfig | None = None
+    """Absent = no traces."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,10 +147,11 @@ class RunSettings:
     """The trainer of a domain: how requests are made, and which track is trained."""
     parity: ParityConfig = ParityConfig()
     watch: WatchConfig = field(default_factory=WatchConfig)
+    profile: ProfileConfig | None = None
     refill: RefillConfig | None = None
     """Dynamic sampling; absent = a step is one draw."""
     asynchronous: AsynchronousConfig = AsynchronousConfig()
-    evaluation: EvaluationConfig = EvaluationConfig()
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     run: RunConfig = RunConfig()
     tracking: TrackingConfig = TrackingConfig()
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

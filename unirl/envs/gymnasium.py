@@ -82,7 +82,7 @@ class GymnasiumEnvironment:
                 observations with the names of their cameras, beside the environment's own. null: none.
 
         Raises:
-            DependencyError: 3001, a library is missing.
+            DependencyError: 3001, a library is missing, or `render` is true and this machine cannot draw.
             InvalidValueError: 2004, an unknown id, or arguments that it does not take.
             IncompatibleError: 2020, a space that a policy cannot read or act in.
         """
@@ -105,6 +105,8 @@ class GymnasiumEnvironment:
         self._render: Render = render
         self._source = source
         slots = Slots(source, first)
+        if render is True:
+            _check_drawing(slots, source)
         codec = slots.codec
         self._slots: Slots | WorkerPool = slots
         if workers:
@@ -165,9 +167,9 @@ class GymnasiumEnvironment:
         try:
             return torch.from_numpy(self._slots.render(slots))
         except DrawingError as error:
-            problem = f"environment {self._source.id} cannot draw itself here ({error}). {WAYS_TO_DRAW}"
             if self._render is True:
-                raise DependencyError(f"{problem}, or set pipeline.env.render=auto, which goes on without") from error
+                raise _cannot_draw(self._source, error) from error
+            problem = _no_drawing(self._source, error)
         say(f"unirl: no videos of episodes: {problem}")
         self._render = False
         return None
@@ -176,6 +178,26 @@ class GymnasiumEnvironment:
         """Close all environments."""
         self._running.clear()
         self._slots.close()
+
+
+def _check_drawing(slots: Slots, source: Source) -> None:
+    """Draw the start of an episode. An environment that cannot start one is left to the run, whose reset says why."""
+    choose_back_end()
+    _, failures = slots.reset([0], [0], [{}])
+    if not failures:
+        try:
+            slots.render([0])
+        except DrawingError as error:
+            slots.close()
+            raise _cannot_draw(source, error) from error
+
+
+def _no_drawing(source: Source, error: DrawingError) -> str:
+    return f"environment {source.id} cannot draw itself here ({error}). {WAYS_TO_DRAW}"
+
+
+def _cannot_draw(source: Source, error: DrawingError) -> DependencyError:
+    return DependencyError(f"{_no_drawing(source, error)}, or set pipeline.env.render=auto, which goes on without")
 
 
 def options_of(start: EpisodeStart) -> Mapping[str, object]:

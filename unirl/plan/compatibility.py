@@ -48,6 +48,7 @@ def check_compatibility(config: RecipeConfig, needs: Needs, plan: PlacementPlan)
         _modality_problems,
         _server_problems,
         _reward_gradient_problems,
+        _profile_problems,
     )
     for rule in rules:
         for problem in rule(config, needs, plan):
@@ -290,3 +291,12 @@ def _weighted_scorers(node: Node) -> Iterator[Node]:
     ]
     below = [scorer for child in children for scorer in _weighted_scorers(child)]
     yield from below or ([node] if issubclass(node.schema.owner, RewardScorer) else [])
+
+
+def _profile_problems(config: RecipeConfig, needs: Needs, plan: PlacementPlan) -> Iterator[str]:
+    """The profiler sees the process of the driver alone."""
+    if config.profile is not None and config.runtime_in_use == "ray":
+        yield (
+            "profile traces the process of the driver, and with runtime=ray the roles work in processes of their own. "
+            "Set num_devices=1 and runtime=local, or write ~profile"
+        )

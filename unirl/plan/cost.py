@@ -142,6 +142,7 @@ class Sizes:
     decoding: DecodingCost = field(default_factory=DecodingCost)
     stored: Stored = field(default_factory=Stored)
     reward: Reward = field(default_factory=Reward)
+    steps_ahead: int = 0  # generated while the weights learn from an earlier one
     num_prompts: int = 1  # of a step
     encoded_tokens: int = 0  # of one prompt
     num_samples: int = 1  # of a step
@@ -343,9 +344,10 @@ def _sampling(sizes: Sizes, settings: Settings) -> Iterator[Item]:
 
 
 def _rows(sizes: Sizes) -> Iterator[Item]:
-    """The rows of a step: on the engine's devices until it ends, and on those that train while they train."""
+    """The rows of a step and of those ahead: with the engine until the step ends, with the trainer while it trains."""
     stored = sizes.stored
     part, rows = ("policy" if sizes.shares_devices else "engine"), sizes.num_samples / sizes.num_engine_devices
+    rows *= 1 + sizes.steps_ahead
     latents, conditions = stored.latents * stored.latent_bytes, stored.conditions * sizes.dtype_bytes
     yield "stored latents", part, rows * latents, ("sample", *KEPT)
     yield "stored latents, joined", part, rows * latents * (JOINED - 1), ("sample",)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
+from unirl.config.build import build
 from unirl.config.load import Recipe
 from unirl.config.recipe import RecipeConfig
 from unirl.plan.compatibility import KEPT_BY, TOKEN_TIS, reads_snapshot
@@ -73,7 +74,8 @@ def policy_notices(config: RecipeConfig, plan: PlacementPlan, geometry: Geometry
 def _stale_samples(config: RecipeConfig, needs: Needs) -> Iterator[str]:
     """A loss that takes samples of earlier weights for samples of the weights that it trains."""
     staleness, loss = config.asynchronous.max_staleness, config.algorithm.class_name
-    if not staleness or needs.behaviour_logp or not (needs.density and needs.own_samples):
+    is_off_policy = needs.behaviour_logp or not (needs.density and needs.own_samples)
+    if not staleness or is_off_policy or not build(config.algorithm).trains_on_rows:
         return
     yield (
         f"asynchronous.max_staleness={staleness}: samples come from weights of {staleness} "

@@ -6,9 +6,10 @@ from collections.abc import Iterable
 
 from unirl.config.build import build
 from unirl.config.errors import DataError
+from unirl.config.evaluation import EvaluationConfig
 from unirl.config.load import Recipe
 from unirl.config.node import nodes_below
-from unirl.config.recipe import EvaluationConfig, RecipeConfig
+from unirl.config.recipe import RecipeConfig
 from unirl.data.datasets import Prompt
 from unirl.data.images import check_counts
 from unirl.plan.machine import scores_elsewhere

@@ -106,7 +106,17 @@ def train_seconds(sizes: Sizes, settings: Settings, device: Device) -> float:
 
 def step_seconds(sizes: Sizes, settings: Settings, device: Device) -> float:
     """The expected time of a step."""
-    return sum(phase.seconds for phase in step_times(sizes, settings, device).values())
+    return total_seconds(sizes, step_times(sizes, settings, device))
+
+
+def total_seconds(sizes: Sizes, phases: Mapping[str, PhaseTime]) -> float:
+    """The time of a step from those of its phases: in turns, or with generation and training at the same time."""
+    seconds = {name: phase.seconds for name, phase in phases.items()}
+    if not sizes.steps_ahead:
+        return sum(seconds.values())
+    train = seconds.pop("train")
+    sync = seconds.pop("sync")
+    return sync + max(sum(seconds.values()), train)
 
 
 def sync_work(sizes: Sizes) -> Work:

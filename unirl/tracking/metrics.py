@@ -165,6 +165,13 @@ EVENTS: Mapping[str, str] = {
 }
 """Meaning and fields of each event in events.jsonl."""
 
+STATE: Mapping[str, str] = {
+    "workers": "workers that host roles; with runtime=local they are all in the driver's process",
+    "silent_s": "seconds since the driver began its newest call, or saw progress of it",
+    "phase/<name>": "1 for the phase that the run is in",
+}
+"""State of a run at any moment, which only live mirrors show."""
+
 NOT_REPRODUCIBLE = ("time/", "throughput/", "mem/", "queue/")
 """Namespaces that differ between two runs of the same recipe; all others are bit-identical on one machine."""
 

@@ -20,7 +20,7 @@ from unirl.tracking.record import RunRecord
 from unirl.tracking.run_directory import RunDirectory, read_record, remark_of
 from unirl.tracking.samples import Media, MirroredPage, SampleTable, pairs_of, write_manifest
 from unirl.tracking.tables import CsvTable, JsonLines, finite, read_rows, replace_text
-from unirl.tracking.timing import PhaseTimers, peak_memory
+from unirl.tracking.timing import PhaseTimers, Spans, peak_memory
 from unirl.types.evaluation import EvalResult
 from unirl.types.protocols import State
 from unirl.types.secrets import redacted
@@ -47,7 +47,7 @@ class Tracker:
         self.run = run
         self._keep_samples = keep_samples
         self.console = console
-        self.timers = PhaseTimers()
+        self.timers = PhaseTimers(Spans() if any(mirror.wants_spans for mirror in mirrors) else None)
         self.position = 0
         self.newest_evaluation: dict[str, float] = {}
         """Step and metrics of the newest evaluation of this process."""
@@ -63,6 +63,7 @@ class Tracker:
         self._cut_tables = (self._metrics, self._table, self._eval_table, self._ledger)
         self._remarked: set[str] = set()
         self._closed = False
+        self._mirrors.open()
         self.event("run.start", argv=list(run.identity.argv))
 
     # One step
@@ -92,6 +93,7 @@ class Tracker:
         if self.console:
             self.console.step(step, metrics)
         self._mirrors.each(lambda mirror: mirror.log(step, metrics))
+        self._mirror_spans(step)
         return metrics
 
     def ledger(
@@ -161,9 +163,9 @@ class Tracker:
     def event(self, name: str, **fields: object) -> None:
         """Appends to events.jsonl, which is never cut back. Raises ValueError for an unknown event."""
         check_event(name)
-        self._events.append(
-            {"t": now(), "v": 1, "ev": name, **{key: redacted(value, key) for key, value in fields.items()}}
-        )
+        shown = {key: redacted(value, key) for key, value in fields.items()}
+        self._events.append({"t": now(), "v": 1, "ev": name, **shown})
+        self._mirrors.tell(lambda mirror: mirror.event(name, shown))
 
     def note(self, text: str) -> None:
         """Shows one line on the console."""
@@ -185,6 +187,10 @@ class Tracker:
     def watching(self, status: Callable[[], str]) -> AbstractContextManager[None]:
         """Within the block, shows `status()`, what the run is doing, on the console."""
         return nullcontext() if self.console is None else self.console.watching(status)
+
+    def probe(self, state: Callable[[], Mapping[str, float]]) -> None:
+        """Gives mirrors a function that returns the present state of the run (`metrics.STATE`), from any thread."""
+        self._mirrors.tell(lambda mirror: mirror.probe(state))
 
     def warn(self, text: str) -> None:
         """Shows a warning on the console and records it as an event."""
@@ -252,6 +258,7 @@ class Tracker:
             return
         self._closed = True
         self.event("run.end", code=code, reason=reason)
+        self._mirror_spans(self.position)
         self._mirrors.finish(code)
         if self.console:
             self.console.close()
@@ -323,6 +330,10 @@ class Tracker:
             return
         sides = (f"before (step {scores['step']})", f"after (step {step})")
         after.media.comparison(before, after, sides, folder)
+
+    def _mirror_spans(self, step: int) -> None:
+        if self.timers.spans is not None and (spans := self.timers.spans.take()):
+            self._mirrors.tell(lambda mirror: mirror.spans(step, spans))
 
     def _mirror_failed(self, name: str, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}"

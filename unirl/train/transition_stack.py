@@ -131,7 +131,7 @@ def single_elements(rows: RolloutTrack[PackedSegment], chosen: Tensor) -> Rollou
     segment = rows.segment
     taken = chosen if len(chosen) else torch.zeros(1, dtype=torch.int64)
     row = torch.searchsorted(segment.offsets, taken, right=True) - 1
-    packed = {name: take_rows(value, taken) for name, value in segment.packed_fields().items()}
+    packed = take_rows(segment.packed_fields(), taken)
     weight = take_rows(rows.weight, row) * float(bool(len(chosen)))
     ids = [rows.sample_ids[i] for i in row.tolist()]
     return RolloutTrack(

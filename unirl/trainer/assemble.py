@@ -35,7 +35,7 @@ from unirl.plan.placement import capabilities_of, plan_of
 from unirl.plan.preflight import check_disk, needs_of, of_policy, trainer_class
 from unirl.plan.prompts import load_data
 from unirl.plan.sizes import RecipeSizes, sizes_of_policies
-from unirl.plan.threads import ThreadChoice, in_use, threads_of
+from unirl.plan.threads import Recorded, ThreadChoice, in_use, threads_of
 from unirl.plan.tiling import choose_tiling, leaves_tiling_open, tiling_key, with_tiling
 from unirl.reward.base import RewardScorer
 from unirl.reward.failures import STRICT, DropBudget
@@ -71,7 +71,11 @@ from unirl.types.rollout_resp import AdvantageEstimator
 
 @contextmanager
 def build_trainer(
-    recipe: Recipe, session: Session | None = None, *, tracker: Tracker | None = None
+    recipe: Recipe,
+    session: Session | None = None,
+    *,
+    tracker: Tracker | None = None,
+    recorded: Recorded | None = None,
 ) -> Iterator[Trainer]:
     """The trainer of a recipe that passed preflight, with its run directory open and its roles placed.
 
@@ -80,6 +84,7 @@ def build_trainer(
     Args:
         session: the command that started the run. Its `run_dir` is set to the run directory.
         tracker: the tracker to report to. None opens the run directory of the recipe.
+        recorded: the threads of the run whose steps are repeated. None: those of the checkpoint that is continued.
     """
     is_own_run = tracker is None
     if is_own_run:
@@ -98,7 +103,7 @@ def build_trainer(
         if (copies := remote_copies(recipe.config)) is not None:
             copies.check()
     # The last check: it may count the parameters of the model, which imports its libraries.
-    threads = threads_of(recipe.config, recorded_threads(resume, checkpoints.directory))
+    threads = threads_of(recipe.config, recorded or recorded_threads(resume, checkpoints.directory))
     if tracker is None:
         if session is not None:
             session.start()
@@ -191,6 +196,8 @@ def pool_of(sizes: Mapping[str, RecipeSizes], tracker: Tracker, threads: ThreadC
             threads=None if threads is None else threads.count,
         )
     pool.stack_dir = tracker.run.root / "logs"
+    pool.spans = tracker.timers.spans
+    tracker.probe(pool.state)
     if is_elsewhere(config) and config.scale != "toy":
         pool.check_device = partial(check_device_memory, sizes, tracker.warn)
     pool.connect_s = config.connect_timeout_s

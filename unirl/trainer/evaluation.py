@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from unirl.config.errors import RewardError, WeightsLostError
-from unirl.config.recipe import EvaluationConfig
+from unirl.config.evaluation import EvaluationConfig
 from unirl.data.data_source import by_size
 from unirl.data.datasets import Prompt
 from unirl.plan.prompts import prompts_of

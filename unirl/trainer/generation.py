@@ -23,7 +23,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import cast
 
-from unirl.config.errors import WeightsLostError
+from unirl.config.errors import SyncError, WeightsLostError
 from unirl.config.recipe import RefillConfig
 from unirl.data.datasets import Prompt
 from unirl.distributed.group.base import Pool
@@ -179,7 +179,9 @@ class GenerationAhead:
         try:
             if previous is not None:
                 previous.result()  # a step that failed ends the run, so none is generated after it
-            if not self.is_stopped:
+            if self.is_stopped:
+                future.cancel()
+            else:
                 future.set_result(self.sampler.generate(step, published))
         except BaseException as error:  # raised again where the loop waits for the step
             future.set_exception(error)
@@ -198,3 +200,17 @@ class GenerationAhead:
     def _waiting(self) -> AbstractContextManager[None]:
         """Times the block as the phase `wait`, in which the loop has nothing to learn from."""
         return self.sampler.phase.timers.phase("wait") if self.is_concurrent else nullcontext()
+
+
+def check_staleness(report: SyncReport, oldest: int, newest: int) -> None:
+    """Check that samples come from weights that the bound allows. Raises SyncError (10002).
+
+    Args:
+        report: the weights that the samples come from.
+        oldest, newest: optimizer updates behind the oldest weights that the bound allows, and behind the live ones.
+    """
+    if not oldest <= report.version <= newest:
+        raise SyncError(
+            f"the samples come from weights after {report.version} updates, and asynchronous.max_staleness allows "
+            f"those after {oldest} to {newest}: the engine did not take over a sync"
+        )

@@ -14,19 +14,18 @@ With `asynchronous.max_staleness`, later steps are generated while the weights l
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from traceback import clear_frames
 from typing import ClassVar, Literal
 
-import torch
-
-from unirl.config.errors import MemoryShortageError, SyncError, UniRLError
+from unirl.config.errors import MemoryShortageError, UniRLError
 from unirl.config.recipe import RecipeConfig
 from unirl.distributed.weight_sync.base import SyncReport
 from unirl.reward.failures import DropBudget
 from unirl.reward.service import RewardService
 from unirl.rollout.engine.base import RolloutEngine
 from unirl.trainer.evaluation import Evaluator
-from unirl.trainer.generation import GenerationAhead, PromptsAhead, StepSampler
+from unirl.trainer.generation import GenerationAhead, PromptsAhead, StepSampler, check_staleness
 from unirl.trainer.learner import Learner, fraction_done
 from unirl.trainer.monitoring import (
     Monitor,
@@ -37,6 +36,7 @@ from unirl.trainer.monitoring import (
     sync_metrics,
 )
 from unirl.trainer.overlap import OverlappedScoring
+from unirl.trainer.profiling import profiled
 from unirl.trainer.refill import StepSamples
 from unirl.trainer.requests import RequestMaker
 from unirl.trainer.residency import Phases
@@ -150,7 +150,7 @@ class Trainer:
             self.state.check_saving()
             remembered = self.state.remembered()
             try:
-                with self.tracker.timers.phase("step"):
+                with self._profiled(), self.tracker.timers.phase("step"):
                     resp = self.produce(self.state.step)
                     self.learn(self.state.step, resp)
             except MemoryShortageError as error:
@@ -160,13 +160,15 @@ class Trainer:
                 self.tracker.record(busy_shares(self.tracker.timers))
             self._finish_step()
 
+    def _profiled(self) -> AbstractContextManager[None]:
+        """Profiles the next step if the recipe asks for it."""
+        return profiled(self.config.profile, self.state.step + 1, self.tracker.timers, self.tracker.run.root)
+
     def produce(self, step: int) -> RolloutResp:
         """The samples of one step, scored and credited."""
         self.pool.step = step
         samples = self._samples_of(step)
         req, resp = samples.everything()
-        if self.max_staleness:
-            self._check_staleness(resp)
         resp = self.drops.admit(resp)
         selected = samples.select(req, resp, self.track)
         self.monitor.account(step + 1, req, resp, selected)
@@ -177,6 +179,7 @@ class Trainer:
     def _samples_of(self, step: int) -> StepSamples:
         """The scored samples of a step. Begins to generate the steps whose weights are those of this one."""
         self.generation.wait()  # the engine takes weights over between two steps
+        oldest = {learner.track: learner.publisher.oldest(learner.version) for learner in self.learners}
         for learner in self.learners:
             learner.publisher.keep(step, learner.version)
         newest = step + self.max_staleness
@@ -189,6 +192,11 @@ class Trainer:
         for learner in self.learners:
             report = generated.published[learner.track]
             self.monitor.record(learner.label, sync_metrics(report))
+            if self.max_staleness:
+                check_staleness(report, oldest[learner.track], learner.version)
+                self.monitor.record(learner.label, staleness_metrics(learner.version - report.version))
+        if self.max_staleness:
+            self.tracker.record({"queue/steps_ahead": len(self.generation.begun)})
         self.tracker.record(samples.waits)
         return samples
 
@@ -198,20 +206,6 @@ class Trainer:
         for step in range(first, min(first + self.max_staleness, self.config.num_rollouts) if first else 0):
             self.generation.begin(step, self.publish(max(step - self.max_staleness, 0)))
             self.generation.wait()
-
-    def _check_staleness(self, resp: RolloutResp) -> None:
-        """Report how many updates the samples are behind the weights. Raises SyncError (10002) beyond the bound."""
-        limit = self.max_staleness * self.config.num_updates
-        for learner in self.learners:
-            behind = learner.version - torch.cat([resp.tracks[track].weight_version for track in learner.tracks])
-            if not 0 <= int(behind.min()) <= int(behind.max()) <= limit:
-                raise SyncError(
-                    f"the samples are {int(behind.min())} to {int(behind.max())} updates behind the weights that they "
-                    f"train, and asynchronous.max_staleness={self.max_staleness} allows 0 to {limit}: the engine did "
-                    "not take over a sync"
-                )
-            self.monitor.record(learner.label, staleness_metrics(behind))
-        self.tracker.record({"queue/steps_ahead": len(self.generation.begun)})
 
     def publish(self, step: int) -> dict[str, SyncReport]:
         """Bring the weights at the beginning of `step` to the engines. Returns the reports by track."""

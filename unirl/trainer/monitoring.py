@@ -187,13 +187,9 @@ def sync_metrics(report: SyncReport) -> dict[str, float]:
     }
 
 
-def staleness_metrics(behind: Tensor) -> dict[str, float]:
-    """How far samples are behind the weights that they train.
-
-    Args:
-        behind: [B] int64, updates of the weights since those that each sample comes from.
-    """
-    return {"rollout/staleness_mean": float(behind.double().mean()), "rollout/staleness_max": float(behind.max())}
+def staleness_metrics(behind: int) -> dict[str, float]:
+    """How far samples are behind the weights that they train, in updates. All samples of a step have the same age."""
+    return {"rollout/staleness_mean": behind, "rollout/staleness_max": behind}
 
 
 def busy_shares(timers: PhaseTimers) -> dict[str, float]:

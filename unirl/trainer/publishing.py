@@ -46,6 +46,14 @@ class Publisher:
         """The samples of a step come from the weights that it begins to train."""
         return not self.versions
 
+    def oldest(self, version: int) -> int:
+        """The least number of updates behind weights that samples of the next step may come from.
+
+        Args:
+            version: optimizer updates behind the live weights.
+        """
+        return min(self.versions.values(), default=version)
+
     def keep(self, step: int, version: int) -> None:
         """Keep the weights at the beginning of `step`, if later steps sample from a snapshot of them.
 

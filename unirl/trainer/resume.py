@@ -30,6 +30,7 @@ RESULT_NEUTRAL = (
     "run",
     "tracking",
     "watch",
+    "profile",
     "evaluation",
     "pipeline.keep_resident",
     "pipeline.use_cuda_graphs",

@@ -5,18 +5,19 @@ from __future__ import annotations
 import shlex
 import textwrap
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryFile
 
 import unirl
 from unirl.config.compose import ComposedConfig
-from unirl.config.errors import DependencyError, IncompatibleError, InvalidValueError
+from unirl.config.errors import AddressError, DependencyError, IncompatibleError, InvalidValueError
 from unirl.config.failures import failure_of
 from unirl.config.load import Recipe, check
 from unirl.config.merge import ConfigLayer, Tree
 from unirl.config.overrides import command_line_layer
+from unirl.config.recipe import TrackingConfig
 from unirl.config.recipe_files import RecipeFile
 from unirl.plan.compatibility import KEPT_BY
 from unirl.plan.geometry import geometry_table
@@ -24,11 +25,13 @@ from unirl.plan.placement import plan_of
 from unirl.plan.preflight import needs_of
 from unirl.plan.threads import ThreadChoice
 from unirl.plan.tiling import leaves_tiling_open, tiling_key, with_tiling
-from unirl.tracking.backends import MirrorUnavailable, make_mirrors
+from unirl.tracking.backends import MirrorUnavailable, check_library, make_mirrors
 from unirl.tracking.console import LEGEND, Console
-from unirl.tracking.mirrors import RunInfo
+from unirl.tracking.mirrors import Mirror, RunInfo
 from unirl.tracking.owner import RunDirectoryError
+from unirl.tracking.prometheus import PrometheusMirror
 from unirl.tracking.run_directory import REMARKS, RunDirectory, RunIdentity, default_root, latest_run
+from unirl.tracking.traces import OpenTelemetryMirror
 from unirl.tracking.tracker import Tracker
 from unirl.train.backend.checkpoint import Checkpoint, open_checkpoint, still_there
 from unirl.trainer.resume import continued
@@ -47,19 +50,22 @@ def open_tracker(recipe: Recipe, root: Path, argv: Sequence[str], threads: Threa
     Raises:
         ConfigError: 2004 when the run directory cannot be used.
         DependencyError: 3001 when a mirror's library is not installed.
+        AddressError: 3003 when the port of the metrics cannot be used.
     """
     config = recipe.config
-    try:
-        mirrors = make_mirrors(config.tracking.mirrors)
-        identity = RunIdentity(
-            project=config.run.project, recipe=recipe.file.name, argv=argv, seed=config.seed, scale=config.scale
-        )
-        run = RunDirectory(root, identity)
-    except RunDirectoryError as error:
-        raise InvalidValueError(str(error)) from error
-    except MirrorUnavailable as error:
-        raise DependencyError(str(error)) from error
-    with recorded_failure(run):
+    with ExitStack() as undo:
+        try:
+            mirrors = make_mirrors(config.tracking.mirrors)
+            live = live_mirrors(config.tracking, undo)
+            identity = RunIdentity(
+                project=config.run.project, recipe=recipe.file.name, argv=argv, seed=config.seed, scale=config.scale
+            )
+            run = RunDirectory(root, identity)
+        except RunDirectoryError as error:
+            raise InvalidValueError(str(error)) from error
+        except MirrorUnavailable as error:
+            raise DependencyError(str(error)) from error
+        undo.enter_context(recorded_failure(run))
         about = RunInfo(
             root=root,
             project=config.run.project,
@@ -67,6 +73,7 @@ def open_tracker(recipe: Recipe, root: Path, argv: Sequence[str], threads: Threa
             entity=config.tracking.entity,
             offline=config.tracking.offline,
             config=recipe.public(),
+            tracks=tracks_of(recipe),
         )
         if threads is not None:
             run.note(threads={"per_process": threads.count, "why": threads.why})
@@ -74,14 +81,46 @@ def open_tracker(recipe: Recipe, root: Path, argv: Sequence[str], threads: Threa
         tracker = Tracker(
             run,
             console=console,
-            mirrors=mirrors,
+            mirrors=(*mirrors, *live),
             about=about,
             tracks=tracks_of(recipe),
             keep_samples=config.tracking.keep_samples,
         )
         banner = banner_lines(recipe, root, threads)
-        console.banner(f"unirl {unirl.__version__}  {recipe.file.name}  ->  {root}", banner)
+        watched = [("metrics", mirror.url) for mirror in live if mirror.url]
+        console.banner(f"unirl {unirl.__version__}  {recipe.file.name}  ->  {root}", [*banner, *watched])
+        undo.pop_all()
         return tracker
+
+
+def live_mirrors(config: TrackingConfig, undo: ExitStack) -> list[Mirror]:
+    """The mirrors that watch a run while it goes on.
+
+    Args:
+        undo: gets what closes them if the run does not start.
+
+    Raises:
+        MirrorUnavailable: when a library is not installed.
+        AddressError: 3003.
+    """
+    mirrors: list[Mirror] = []
+    if config.prometheus is not None:
+        check_library("prometheus_client", "prometheus", "tracking.prometheus is set", "remove tracking.prometheus")
+        port = config.prometheus.port
+        try:
+            mirror = PrometheusMirror(port)
+        except OSError as error:
+            raise AddressError(
+                f"tracking.prometheus.port={port} cannot be used: {error.strerror}. Another run may serve its metrics "
+                "there: set tracking.prometheus.port=0, which takes a free port, or another one"
+            ) from error
+        undo.callback(mirror.close)
+        mirrors.append(mirror)
+    if config.opentelemetry is not None:
+        for module in ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http"):
+            check_library(module, "otel", "tracking.opentelemetry is set", "remove tracking.opentelemetry")
+        mirrors.append(OpenTelemetryMirror(config.opentelemetry.endpoint))
+    return mirrors
 
 
 @contextmanager

@@ -236,6 +236,10 @@ class RunState:
         for name, item in self.stateful.items():
             item.load_state_dict(stateful[name])
         self.step = state["step"]
+        self.choose_as(checkpoint)
+
+    def choose_as(self, checkpoint: Checkpoint) -> None:
+        """Take over what the run chose for open settings, by the record in one of its checkpoints."""
         saved = saved_choices(checkpoint.path)
         self.chosen.update({key: saved[key] for key in self.chosen.keys() & saved.keys()})
 
@@ -260,6 +264,11 @@ def recorded_threads(point: ResumePoint, own: Path) -> Recorded | None:
     checkpoint = point.checkpoint
     if checkpoint is None or checkpoint.path.parent != own:
         return None
+    return threads_in(checkpoint)
+
+
+def threads_in(checkpoint: Checkpoint) -> Recorded | None:
+    """The threads with which a checkpoint was computed. None if an accelerator computed it."""
     with still_there(checkpoint):
         saved = read_state(checkpoint.path)["environment"]
     return Recorded(int(saved["threads"]), checkpoint.path.name) if saved["device"] == "cpu" else None

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from enum import Enum
-from functools import partial, singledispatch
+from functools import cache, partial, singledispatch
 from itertools import pairwise
 from typing import Any, Self, TypeVar
 
@@ -99,6 +99,7 @@ class Batch(Rows):
                     )
 
     @classmethod
+    @cache
     def kinds(cls) -> dict[str, Kind]:
         """The declared kind of every field, by name. Raises TypeError for a field without one."""
         kinds = {}
@@ -240,15 +241,26 @@ def num_rows(value: object) -> int | None:
 def take_rows(value: Any, indices: Sequence[int] | Tensor) -> Any:
     """The rows `indices` of a per-row value, of the same type. Adjacent rows of a tensor are a view."""
     chosen = torch.as_tensor(indices, dtype=torch.int64)
+    return _taken(value, chosen, _adjacent(chosen))
+
+
+def _adjacent(chosen: Tensor) -> slice | None:
+    """The slice of all rows `chosen` [n]. None if they are not adjacent rows in their order."""
+    count = len(chosen)
+    start = int(chosen[0]) if count else 0
+    if count and int(chosen[-1]) - start != count - 1:  # most that are not adjacent
+        return None
+    return slice(start, start + count) if torch.equal(chosen, torch.arange(start, start + count)) else None
+
+
+def _taken(value: Any, chosen: Tensor, adjacent: slice | None) -> Any:
     match value:
         case Tensor():
-            start = int(chosen[0]) if len(chosen) else 0
-            adjacent = torch.equal(chosen, torch.arange(start, start + len(chosen)))
-            return value[start : start + len(chosen)] if adjacent else value[to_device(chosen, value.device)]
+            return value[to_device(chosen, value.device) if adjacent is None else adjacent]
         case list() | tuple():
             return [value[i] for i in chosen.tolist()]
         case dict():
-            return {name: take_rows(entry, chosen) for name, entry in value.items()}
+            return {name: _taken(entry, chosen, adjacent) for name, entry in value.items()}
     return value.select(chosen.tolist())
 
 

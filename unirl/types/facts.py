@@ -277,6 +277,8 @@ class ActionFacts(ModelFacts):
     """The entropy of a decision has a closed form."""
     has_parts: bool = False
     """A decision has parts with log-probs of their own, such as tokens."""
+    can_imitate: bool = True
+    """It has a loss of imitating actions that somebody else took."""
     is_normalized: bool = False
     """Running statistics scale the observations that are vectors."""
     tokens_per_decision: int = 1

@@ -117,7 +117,8 @@ class TrainStepResult:
 
 @map_value.register
 def _(value: Metric, fn: Callable[[Tensor], Tensor], heavy: HeavyChange | None = None) -> Metric:
-    return Metric(**{name: map_value(part, fn) for name, part in vars(value).items()})
+    total, weight, squares = [map_value(part, fn) for part in (value.total, value.weight, value.squares)]
+    return Metric(total, weight, value.kind, squares)
 
 
 @map_value.register

@@ -14,11 +14,15 @@ from typing_extensions import TypeVar
 
 from unirl.types.batch import Batch, packed, packed_offsets, row, shared
 from unirl.types.device import to_device
-from unirl.types.primitives import Facts
+from unirl.types.primitives import Facts, Videos, levels_of
 from unirl.types.protocols import GuidanceLike, Kernel
 
 LogRatio = tuple[Tensor, Tensor]
 """Log-prob now minus recorded log-prob, [K] nats, 0 at elements of weight 0; and the weights [K]."""
+
+
+TRACE_SIDE, TRACE_FPS = 96, 2.0
+"""Pixels along the longer side to which small latents are enlarged at most, and shown positions per second."""
 
 
 class Segment(Batch):
@@ -41,6 +45,15 @@ class Segment(Batch):
     def facts(self) -> list[Facts]:
         """[B] facts about each row, to be shown in reports."""
         return [{}] * len(self)
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """The positions of the denoising trajectory that `trace` shows. Empty for samples without one."""
+        return ()
+
+    def trace(self) -> Videos:
+        """The stored trajectory of each row, a frame for each position. Raises ValueError if it shows no images."""
+        raise ValueError(f"a {type(self).__name__} has no trajectory of images")
 
 
 SegmentT = TypeVar("SegmentT", bound=Segment)
@@ -76,6 +89,27 @@ class LatentSegment(Segment):
         if position not in self.indices:
             raise ValueError(f"trajectory position {position} is not stored; stored positions are {self.indices}")
         return self.latents[:, self.indices.index(position)]
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """The stored positions."""
+        return self.indices
+
+    def trace(self) -> Videos:
+        """The first three channels of the latents [B, K, C, H, W] or [B, K, C, F, H, W], of a video its middle frame.
+
+        Mid-grey is 0, and black and white are three standard deviations of the initial noise away from it.
+        """
+        latents = self.latents
+        if latents.ndim == 6:
+            latents = latents[:, :, :, latents.shape[3] // 2]
+        if latents.ndim != 5:
+            raise ValueError(f"latents of the shape {tuple(self.latents.shape)} are no images [B, K, C, H, W]")
+        latents = latents[:, :, :3] if latents.shape[2] >= 3 else latents[:, :, :1].expand(-1, -1, 3, -1, -1)
+        times = max(1, TRACE_SIDE // max(latents.shape[-2:]))
+        pixels = (0.5 + latents.float() / 6).clamp(0, 1)
+        large = pixels.repeat_interleave(times, dim=-1).repeat_interleave(times, dim=-2)
+        return Videos.of_frames(levels_of(large), fps=TRACE_FPS)
 
     @property
     def final(self) -> Tensor:

@@ -51,25 +51,27 @@ class RunningNorm(nn.Module):
         self.register_buffer("variance", torch.ones(members, 1, width))
         self.register_buffer("count", torch.zeros(()))
 
-    def batch(self, x: Float[Tensor, "E N D"]) -> Float[Tensor, "E N D"]:
-        """Normalized by the statistics of the batch, which it adds to the running ones."""
+    def batch(self, x: Float[Tensor, "E N D"], scale: Tensor, shift: Tensor) -> Float[Tensor, "E N D"]:
+        """Normalized by the statistics of the batch, which it adds to the running ones; then scaled and shifted."""
         running_mean, running_variance = self.get_buffer("mean"), self.get_buffer("variance")
-        mean, variance = x.mean(1, keepdim=True), x.var(1, keepdim=True, unbiased=False)
+        mean = x.mean(1, keepdim=True)
+        centered = x - mean
+        variance = centered.square().mean(1, keepdim=True)
         std, running_std = (variance + EPSILON).sqrt(), (running_variance + EPSILON).sqrt()
         with torch.no_grad():
             is_warm = self.get_buffer("count") >= self.warmup
             r = torch.where(is_warm, (std / running_std).clamp(1 / self.r_max, self.r_max), 1.0)
             d = torch.where(is_warm, ((mean - running_mean) / running_std).clamp(-self.d_max, self.d_max), 0.0)
-        normal = (x - mean) / std * r + d
-        with torch.no_grad():
             running_mean.lerp_(mean, self.momentum)
             running_variance.lerp_(variance, self.momentum)
             self.get_buffer("count").add_(1)
-        return normal
+        # One pass over x for all factors, which are as small as a row.
+        return torch.addcmul(shift + d * scale, centered, r / std * scale)
 
-    def fixed(self, x: Float[Tensor, "E N D"]) -> Float[Tensor, "E N D"]:
-        """Normalized by the running statistics."""
-        return (x - self.get_buffer("mean")) / (self.get_buffer("variance") + EPSILON).sqrt()
+    def fixed(self, x: Float[Tensor, "E N D"], scale: Tensor, shift: Tensor) -> Float[Tensor, "E N D"]:
+        """Normalized by the running statistics; then scaled and shifted."""
+        gain = scale / (self.get_buffer("variance") + EPSILON).sqrt()
+        return torch.addcmul(shift - self.get_buffer("mean") * gain, x, gain)
 
 
 def check_vectors(observations: Mapping[str, Sequence[int]]) -> None:
@@ -168,13 +170,11 @@ class Critics(nn.Module):
         return self.get_parameter
 
     def _normalized(self, i: int, x: Tensor, read: Callable[[str], Tensor], batch_statistics: bool) -> Tensor:
-        norm = self.norms[i]
+        norm, scale, shift = self.norms[i], read(f"norms.{i}.scale"), read(f"norms.{i}.shift")
         assert isinstance(norm, RunningNorm)
         if self.norm == "layer":
-            normal = nn.functional.layer_norm(x, x.shape[-1:])
-        else:
-            normal = norm.batch(x) if batch_statistics else norm.fixed(x)
-        return normal * read(f"norms.{i}.scale") + read(f"norms.{i}.shift")
+            return nn.functional.layer_norm(x, x.shape[-1:]) * scale + shift
+        return norm.batch(x, scale, shift) if batch_statistics else norm.fixed(x, scale, shift)
 
     @torch.no_grad()
     def move_targets(self, tau: float) -> None:

@@ -25,6 +25,7 @@ from unirl.algorithms.base import LOSS_RMS, START, LatentRows, LossResult, Part,
 from unirl.algorithms.shared.checks import check_coefficients, check_key
 from unirl.algorithms.shared.contract import check_elements, check_quantities, elements_of
 from unirl.algorithms.shared.kl import KLForm, element_means, gaussian_kl, k1
+from unirl.algorithms.shared.mismatch import Correction, ElementCorrection, check_source, mismatch_metrics
 from unirl.algorithms.shared.surrogate import ClipSchedule, clip_scale, mean_metric, weighted_sum
 from unirl.config.errors import IncompatibleError, InvalidValueError
 from unirl.models.denoising.stage import DiffusionStage, Replay
@@ -115,6 +116,9 @@ class DenoisingLoss(PolicyGradient[DiffusionStage, LatentSegment]):
     """beta over the run: constant, linear to one half, or cosine to zero."""
     velocity_coef: float = 0.0
     """lambda, the factor of the mean squared difference to the reference's velocity (UniGRPO); 0 = none."""
+    mismatch: Correction | None = None
+    """Weights pi_old / pi_engine for an engine with other numerics or weights of earlier steps, with log-probs that are
+    means over latent elements, as in the importance ratio. Needs old_logp_source=replay; null = none."""
 
     sampled_by: ClassVar[type] = DiffusionSamplingParams
 
@@ -122,6 +126,12 @@ class DenoisingLoss(PolicyGradient[DiffusionStage, LatentSegment]):
         super().__post_init__()
         check_key(self.steps_per_forward >= 1, "algorithm.steps_per_forward", "be >= 1", self.steps_per_forward)
         check_coefficients(velocity_coef=self.velocity_coef)
+        check_source(self.mismatch, self.old_logp_source)
+        if not isinstance(self.mismatch, ElementCorrection | None):
+            raise InvalidValueError(
+                f"algorithm.mismatch: {type(self.mismatch).__name__} weighs whole responses, and this loss trains "
+                "denoising steps. Use unirl.algorithms.shared.mismatch.TokenTIS or MaskedIS"
+            )
         if self.kl_in == "reward" and self.kl_form != "transition":
             raise InvalidValueError(
                 f"algorithm.kl_form={self.kl_form} is a form of the loss term, and algorithm.kl_in=reward estimates "
@@ -150,7 +160,8 @@ class DenoisingLoss(PolicyGradient[DiffusionStage, LatentSegment]):
 
     @property
     def needs(self) -> Needs:
-        return replace(super().needs, behaviour_logp=self.old_logp_source == "rollout")
+        reads_engine = self.old_logp_source == "rollout" or self.mismatch is not None
+        return replace(super().needs, behaviour_logp=reads_engine)
 
     def check_sampling(self, sampling: DiffusionSamplingParams) -> None:
         self._check_density(sampling.kernel)
@@ -160,6 +171,8 @@ class DenoisingLoss(PolicyGradient[DiffusionStage, LatentSegment]):
         check_quantities(self, "old_quantities", quantities, REPLAYED)
         old: set[Quantity] = {*quantities}
         reference: set[Quantity] = set()
+        if self.mismatch is not None:
+            old.add("logp")
         if self._kl_in_reward:
             old.add("logp")
             reference.add("logp")
@@ -204,12 +217,24 @@ class DenoisingLoss(PolicyGradient[DiffusionStage, LatentSegment]):
             penalties.append(("train/velocity_loss", self.velocity_coef * error))
         returned = self.policy_loss(new, rows, part, advantages, now)
         policy, policy_metrics = elements_of(self, "policy_loss", returned, weights.shape, new.logp.requires_grad)
+        policy, mismatch = self._corrected(policy, new, rows, part)
         policy = self._with_step_weights(policy, rows.segment, part)
-        metrics |= policy_metrics | {"train/policy_loss": mean_metric(policy, weights)}
+        metrics |= policy_metrics | mismatch | {"train/policy_loss": mean_metric(policy, weights)}
         metrics |= {name: mean_metric(term, weights) for name, term in penalties}
         losses = sum((term for _, term in penalties), policy)
         metrics[LOSS_RMS] = Metric.rms(losses.detach(), weights)
         return LossResult(weighted_sum(losses, weights), metrics, self._outputs(new))
+
+    def _corrected(self, losses: Tensor, new: Replay, rows: LatentRows, part: Part) -> tuple[Tensor, Metrics]:
+        """[B, S] the policy losses times the mismatch weights, if the recipe has a correction."""
+        if self.mismatch is None:
+            return losses, {}
+        assert isinstance(self.mismatch, ElementCorrection)
+        weights = rows.weight[:, None].expand_as(new.logp)
+        recorded = rows.segment.columns(rows.segment.logp, part)
+        gap = torch.where(weights > 0, self.old_logp(new, rows, part) - recorded, 0.0)
+        corrected = self.mismatch.of_elements(gap)
+        return corrected.weights * losses, mismatch_metrics(gap, corrected, weights)
 
     def kl_at(self, now: TrainingProgress) -> float:
         """beta at this point of the run."""

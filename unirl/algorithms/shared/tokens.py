@@ -17,7 +17,7 @@ from unirl.algorithms.base import LOSS_RMS, START, LossResult, Part, PolicyGradi
 from unirl.algorithms.shared.checks import check_coefficients, check_key
 from unirl.algorithms.shared.contract import broken, check_elements, check_metrics, shown
 from unirl.algorithms.shared.kl import MAX_LOG_RATIO, KLEstimator, k3, kl_estimate
-from unirl.algorithms.shared.mismatch import Correction, mismatch_metrics
+from unirl.algorithms.shared.mismatch import Correction, check_source, mismatch_metrics
 from unirl.algorithms.shared.packed import (
     NORMED,
     Aggregation,
@@ -92,7 +92,8 @@ class TokenLoss(PolicyGradient[AnyTokenStage, PackedSegment]):
     horizon: int | None = None
     """H of seq-mean-token-sum-norm: the length of the longest response (Dr.GRPO)."""
     mismatch: Correction | None = None
-    """Weights pi_old / pi_engine for an engine with other numerics. Needs old_logp_source=replay; null = none."""
+    """Weights pi_old / pi_engine for an engine with other numerics or weights of earlier steps. Needs
+    old_logp_source=replay; null = none."""
     kl_estimator: KLEstimator = "k3"
     """k2, k3 or k3+ in the loss; k1 in the reward."""
     entropy_coef: float = 0.0
@@ -107,11 +108,7 @@ class TokenLoss(PolicyGradient[AnyTokenStage, PackedSegment]):
         super().__post_init__()
         check_coefficients(entropy_coef=self.entropy_coef)
         self._check_kl_estimator()
-        if self.mismatch is not None and self.old_logp_source == "rollout":
-            raise InvalidValueError(
-                "algorithm.mismatch weighs by pi_old / pi_engine, which is 1 with algorithm.old_logp_source=rollout. "
-                "Use old_logp_source=replay, or leave mismatch out"
-            )
+        check_source(self.mismatch, self.old_logp_source)
         if (self.loss_agg_mode == NORMED) != (self.horizon is not None):
             raise InvalidValueError(
                 f"algorithm.loss_agg_mode={self.loss_agg_mode} with algorithm.horizon={self.horizon}: a horizon "

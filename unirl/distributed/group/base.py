@@ -14,6 +14,7 @@ from unirl.config.device_sets import DeviceSet
 from unirl.config.errors import InvalidValueError
 from unirl.distributed.group.handle import Group
 from unirl.distributed.group.rendezvous import CONNECT_S
+from unirl.tracking.timing import Spans
 from unirl.types.device import DeviceKind
 from unirl.types.progress import Heartbeat
 
@@ -58,6 +59,8 @@ class Pool(ABC, Generic[WorkerGroupT]):
         """The phase of each thread of the driver that is in one, by the identifier of the thread."""
         self.threads: list[threading.Thread] = []
         self.groups: dict[DeviceSet, WorkerGroupT] = {}
+        self.spans: Spans | None = None
+        """Records the calls of roles in groups that are made from now on."""
 
     @property
     def phase(self) -> str:
@@ -89,6 +92,7 @@ class Pool(ABC, Generic[WorkerGroupT]):
             )
         if device_set not in self.groups:
             self.groups[device_set] = self.new_group(device_set)
+            self.groups[device_set].spans = self.spans
         return self.groups[device_set]
 
     @abstractmethod
@@ -133,6 +137,15 @@ class Pool(ABC, Generic[WorkerGroupT]):
         """Wait for the threads that were started, for so many seconds each; None = until they end."""
         for thread in self.threads:
             thread.join(seconds)
+
+    def state(self) -> dict[str, float]:
+        """The state of the run now (`unirl.tracking.metrics.STATE`). Any thread may call this."""
+        state = {"workers": float(self.num_workers()), "silent_s": self.heartbeat.silent_s}
+        return state | {f"phase/{phase}": 1.0 for phase in {*self.phases.values()}}
+
+    def num_workers(self) -> int:
+        """The number of workers that have started."""
+        return len(self.groups)
 
     @abstractmethod
     def release(self, step: int) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
 
 from unirl.distributed.group.dispatch import Call, Dispatch, remote_methods
+from unirl.tracking.timing import Spans
 from unirl.types.device import DeviceKind
 
 if TYPE_CHECKING:
@@ -48,6 +50,8 @@ class Group(ABC):
 
     workers: tuple[ActorHandle, ...] = ()
     """The actors, in rank order. Empty where roles live in this process."""
+    spans: Spans | None = None
+    """Records the calls of roles."""
 
     def __init__(self, name: str, num_ranks: int, deadline_s: float, connect_s: float) -> None:
         self.name = name
@@ -101,7 +105,9 @@ class RemoteMethod:
     name: str
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        return self.group.run(self.role, self.name, (args, kwargs))
+        spans = self.group.spans
+        with nullcontext() if spans is None else spans.span(f"{self.role}.{self.name}", "call"):
+            return self.group.run(self.role, self.name, (args, kwargs))
 
 
 class Handle:
@@ -132,4 +138,8 @@ def submit(method: Callable[P, ResultT], *args: P.args, **kwargs: P.kwargs) -> P
         method: a method of a role that the driver holds by its handle.
     """
     remote = cast(RemoteMethod, method)
-    return remote.group.submit(remote.role, remote.name, (args, kwargs))
+    pending: PendingCall[ResultT] = remote.group.submit(remote.role, remote.name, (args, kwargs))
+    spans = remote.group.spans
+    if spans is None:
+        return pending
+    return replace(pending, wait=spans.until_result(f"{remote.role}.{remote.name}", pending.wait))

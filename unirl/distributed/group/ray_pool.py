@@ -200,6 +200,9 @@ class RayPool(Pool[RayGroup]):
             return status
         return super().status()
 
+    def num_workers(self) -> int:
+        return len(self.worker_refs)
+
     def ask(self, workers: Sequence[WorkerRef], what: str, method: str, *args: object) -> list[Any]:
         """The results of a method on workers, in order."""
         return self.gather(what, {worker.ask(what, method, *args): worker for worker in workers}, self.deadline_s)

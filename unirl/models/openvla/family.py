@@ -293,6 +293,7 @@ def facts_of(
         actions=ContinuousActions(actions),
         chunk=chunk,
         has_parts=True,
+        can_imitate=False,
         tokens_per_decision=len(shapes) * patches + prompt_tokens + chunk * actions,
         batch_multiple=multiple,
     )

@@ -273,6 +273,7 @@ def facts_of(
         observations={**shapes, INSTRUCTION: (prompt_tokens,)},
         actions=ContinuousActions(actions),
         chunk=chunk,
+        can_imitate=False,
         tokens_per_decision=len(cameras_of(shapes)) * patches + prompt_tokens + 1 + sizes.chunk_size,
         batch_multiple=multiple,
     )

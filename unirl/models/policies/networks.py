@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import Categorical, Normal
+from torch.distributions import Categorical
 from torch.nn.functional import interpolate, softplus
 
 from unirl.config.errors import IncompatibleError, InvalidValueError
@@ -93,11 +93,11 @@ class ObservationEncoder(nn.Module):
 
     def scaled(self, key: str, values: Tensor) -> Tensor:
         """(values - mean) / std with the statistics of the observation; clipped if they are running ones."""
-        if self.normalize:
-            mean, std = [self.get_parameter(name).detach() for name in statistics_of(key)]
-            return ((values - mean) / std).clamp(-CLIP, CLIP)
-        mean, std = [self.get_buffer(name) for name in statistics_of(key)]
-        return (values - mean) / std
+        # Each forward passes here, and `get_parameter` and `get_buffer` take longer than the numbers.
+        owned: Mapping[str, Tensor | None] = self._parameters if self.normalize else self._buffers
+        mean, std = [cast(Tensor, owned[name]).detach() for name in statistics_of(key)]
+        scaled = (values - mean) / std
+        return scaled.clamp(-CLIP, CLIP) if self.normalize else scaled
 
     def measure(self, observations: Observations) -> None:
         """Take mean and std [*shape] from observations [N, *shape]; constant entries keep std 1."""
@@ -359,7 +359,9 @@ class GaussianPolicy(EncodedPolicy):
 
 def normal_log_prob(x: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
     """log N(x; mean, exp(log_std)^2), nats, elementwise."""
-    return Normal(mean, log_std.exp(), validate_args=False).log_prob(x)
+    std = log_std.exp()
+    # That of torch.distributions.Normal to the bit, without its checks, which take longer than its numbers.
+    return -((x - mean) ** 2) / (2 * std**2) - std.log() - math.log(math.sqrt(2 * math.pi))
 
 
 LOG_STD_BOUNDS = (-5.0, 2.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -126,11 +126,15 @@ class ActionStage:
         entropy: bool = False,
     ) -> Outputs:
         count, device = len(next(iter(observations.values()))), self._device()
-        given = {"actions": actions, "noise": noise}
-        padded = {name: None if value is None else self._rows(value, count, device) for name, value in given.items()}
         outputs = self.network(
-            self._padded(observations, count, device), **padded, deterministic=deterministic, entropy=entropy
+            self._padded(observations, count, device),
+            actions=None if actions is None else self._rows(actions, count, device),
+            noise=None if noise is None else self._rows(noise, count, device),
+            deterministic=deterministic,
+            entropy=entropy,
         )
+        if count % self.facts.batch_multiple == 0:
+            return cast(Outputs, outputs)
         return {name: tensor[:count] for name, tensor in outputs.items()}
 
     def _device(self) -> torch.device:

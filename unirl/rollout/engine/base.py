@@ -17,10 +17,10 @@ from unirl.distributed.weight_sync.routes import ReceiveBuckets, WeightRoute
 from unirl.models.base import CanaryOutput, Pipeline
 from unirl.types.batch import Batch, concat_rows, take_rows
 from unirl.types.facts import ROWS_AT_ONCE, ModelFacts
-from unirl.types.primitives import Decoded, Preview
+from unirl.types.primitives import Decoded, Preview, VideoPreviews
 from unirl.types.protocols import Capabilities
 from unirl.types.rollout_req import RolloutReq
-from unirl.types.rollout_resp import RolloutResp
+from unirl.types.rollout_resp import RolloutResp, RolloutTrack
 
 
 class RolloutEngine(ABC):
@@ -48,6 +48,11 @@ class RolloutEngine(ABC):
     def preview(self, decoded: Decoded) -> Preview:
         """The samples for display: images as 8-bit pixels, texts unchanged."""
         return decoded.preview()
+
+    @scatter(concat_rows, order=take_rows)
+    def trace(self, track: RolloutTrack) -> VideoPreviews:
+        """The latents of each row at the stored positions of its trajectory, as the frames of a small video."""
+        return track.segment.trace().preview()
 
 
 RowsPerForward = int | Literal["auto"]

@@ -454,10 +454,11 @@ class FSDPBackend(TrainBackend):
     def _own_kept(self, saved: state.SavedTensors) -> dict[str, Tensor]:
         """Uninitialised tensors for what this rank saved of `self.kept`."""
         headers = saved.headers["kept"]
-        names = {start: [n for n in headers if n.startswith(start)] for start in map(self._kept_prefix, self.kept)}
-        empty = [start for start, found in names.items() if not found]
-        state.check_equal("objects beside the weights", empty, [])
-        return {n: torch.empty_like(headers[n], device=CPU) for found in names.values() for n in found}
+        own = f"{self.rank.dp_rank}:"
+        names = [name for name in headers if name.startswith(own)]
+        found = sorted({name.removeprefix(own).partition(":")[0] for name in names})
+        state.check_equal("objects beside the weights", found, sorted(self.kept))
+        return {name: torch.empty_like(headers[name], device=CPU) for name in names}
 
     def _to_dtensors(self, shards: Mapping[str, Tensor]) -> state.Tensors:
         """Convert tensors of the state to DTensors. Each is sharded like the parameter that its name contains."""

@@ -11,7 +11,7 @@ from msgspec import Meta
 from unirl.config.errors import InvalidValueError, RewriteError
 from unirl.rollout.engine.base import RolloutEngine
 from unirl.types.facts import ModelFacts
-from unirl.types.primitives import Decoded, Preview, Texts
+from unirl.types.primitives import Decoded, Preview, Texts, VideoPreviews
 from unirl.types.protocols import Capabilities
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp, RolloutTrack
@@ -67,6 +67,10 @@ class ComposedRolloutEngine(RolloutEngine):
     def preview(self, decoded: Decoded) -> Preview:
         """The samples for display. Texts and pixels have a preview each, which no engine needs to make."""
         return self.engines["ar" if isinstance(decoded, Texts) else "diffusion"].preview(decoded)
+
+    def trace(self, track: RolloutTrack) -> VideoPreviews:
+        """The trajectories of the diffusion model."""
+        return self.engines["diffusion"].trace(track)
 
     def generate(self, req: RolloutReq) -> RolloutResp:
         """Sample the rewrites, then the images of each. Tracks `ar` (one row per row of `req`) and `diffusion`.

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from unirl.config.errors import EngineError
 from unirl.distributed.group.reaper import kill_on_exit
@@ -35,6 +36,16 @@ def free_port() -> int:
         probe.bind((LOOPBACK, 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def spawn(words: Sequence[str], log: BinaryIO, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a program whose output goes to `log`, as the leader of its own process group.
+
+    Ctrl-C is for the run, which finishes its step. The children of the program end with its group.
+    """
+    return subprocess.Popen(
+        words, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=env
+    )
 
 
 @dataclass(eq=False)
@@ -62,15 +73,7 @@ class ServerProcess:
             with self.log.open("ab") as log:
                 log.write(f"--- {' '.join(self.words)}\n".encode())
                 log.flush()
-                self._process = subprocess.Popen(
-                    self.words,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    # Its own group: Ctrl-C is for the run, which finishes its step. Its children end with it.
-                    start_new_session=True,
-                    env=os.environ | dict(self.env),
-                )
+                self._process = spawn(self.words, log, os.environ | dict(self.env))
         except OSError as error:
             raise EngineError(f"{self.name} cannot be started: {error}. Command: {' '.join(self.words)}") from error
         self.num_starts += 1

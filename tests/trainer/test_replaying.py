@@ -1,0 +1,133 @@
+"""`unirl replay`: a step that is repeated has the bits that the run recorded, and what was changed is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from tests.run_files import lines_of
+from tests.trainer.test_loop import run
+from unirl.cli.main import main
+from unirl.sde.guidance import Guidance
+from unirl.sde.kernels import FlowSDEStrategy
+from unirl.types.segments import LatentSegment
+
+RUN = ("num_rollouts=3", "save_interval=2", "tracking.sample_steps=1", "tracking.max_samples=4")
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("recorded") / "run"
+    run(folder, *RUN)
+    return folder
+
+
+def latent_segment(latents: torch.Tensor) -> LatentSegment:
+    """Trajectories of two rows with four stored positions."""
+    return LatentSegment(
+        latents=latents,
+        indices=(0, 1, 2, 3),
+        sde_indices=(0, 1, 2),
+        sigmas=torch.linspace(1, 0, 4),
+        logp=torch.zeros(2, 3),
+        kernel=FlowSDEStrategy(),
+        init_same_noise=False,
+        guidance=Guidance(),
+        anchors={},
+        seed=0,
+        step=0,
+    )
+
+
+def replay(root: Path, out: Path, capsys, *words: str) -> tuple[int, dict]:
+    capsys.readouterr()
+    status = main(["replay", str(root), "--out", str(out), "--json", *words])
+    return status, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("step", "start"), [(2, "the first weights"), (3, "checkpoint-000002")])
+def test_a_repeated_step_has_all_bits_of_the_recorded_one(step, start, recorded, tmp_path, capsys) -> None:
+    status, result = replay(recorded, tmp_path / "again", capsys, "--step", str(step))
+    assert (status, result["differences"], result["start"]) == (0, [], start)
+    assert result["samples"] == 4 and result["metrics"] > 10
+    names = {name for row in lines_of(tmp_path / "again" / "metrics.jsonl") for name in row}
+    assert ("train/grad_norm" in names) == (step == 2)  # the step before it was trained again, the step itself not
+    rows = lines_of(tmp_path / "again" / "samples" / f"step-{step:06d}" / "manifest.jsonl")
+    assert len(rows) > 4  # all samples of the step, not only those that the run kept
+
+
+def test_what_differs_is_named_and_the_status_says_so(recorded, tmp_path, capsys) -> None:
+    changed = tmp_path / "changed"
+    shutil.copytree(recorded, changed)
+    table = changed / "metrics.jsonl"
+    rows = [json.loads(line) for line in table.read_text().splitlines()]
+    rows[2]["rollout/reward_mean"] += 1e-12
+    table.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = changed / "samples" / "step-000003"
+    manifest = lines_of(folder / "manifest.jsonl")
+    (folder / manifest[0]["file"]).write_bytes((folder / manifest[1]["file"]).read_bytes())
+    manifest[2]["reward"] = 0.5
+    (folder / "manifest.jsonl").write_text("".join(json.dumps(row) + "\n" for row in manifest))
+    status, result = replay(changed, tmp_path / "again", capsys, "--step", "3")
+    assert status == 9
+    assert [line.split(" was ")[0] for line in result["differences"]] == [
+        "step 3: rollout/reward_mean",
+        f"step 3: the file of {manifest[0]['sample_id']}",
+        f"step 3: reward of {manifest[2]['sample_id']}",
+    ]
+    one = manifest[1]["sample_id"]
+    capsys.readouterr()
+    assert main(["replay", str(changed), "--step", "3", "--sample", one, "--out", str(tmp_path / "one")]) == 9
+    shown = capsys.readouterr()
+    assert f"sample   {one}: reward {manifest[1]['reward']:.6g}" in shown.out and "1 samples compared" in shown.out
+    assert "error[9006]: step 3 is not what" in shown.err
+
+
+def test_a_trace_shows_the_latents_of_each_stored_position(recorded, tmp_path, capsys) -> None:
+    sample = lines_of(recorded / "samples" / "step-000003" / "manifest.jsonl")[1]["sample_id"]
+    words = ("--step", "3", "--sample", sample, "--trace")
+    status, result = replay(recorded, tmp_path / "again", capsys, *words)
+    assert status == 0 and Path(result["trace"]).exists()
+    [row] = lines_of(tmp_path / "again" / "trace" / "manifest.jsonl")
+    [film] = (tmp_path / "again" / "trace").glob("*.webp")
+    with Image.open(film) as file:
+        assert file.n_frames == len(row["positions"].split(", ")) > 1
+
+
+def test_a_picture_of_latents_is_grey_at_zero_and_ends_at_three_standard_deviations() -> None:
+    values = torch.tensor([0.0, 3.0, -3.0, 30.0])
+    latents = values.view(1, 4, 1, 1, 1).expand(2, 4, 16, 5, 3)
+    trace = latent_segment(latents).trace()
+    assert trace.offsets.tolist() == [0, 4, 8]
+    assert trace.frames.shape == (8, 3, 95, 57)  # enlarged by 19 to at most 96
+    assert [set(frame.flatten().tolist()) for frame in trace.frames[:4]] == [{128}, {255}, {0}, {255}]
+    film = torch.stack([latents - 9, latents, latents - 9], dim=3)  # three frames, of which the middle one is shown
+    assert torch.equal(latent_segment(film).trace().frames, trace.frames)
+    with pytest.raises(ValueError, match=r"latents of the shape \(2, 4, 16\) are no images"):
+        latent_segment(latents[..., 0, 0]).trace()
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        (["RUN", "--step", "4"], 4, "recorded the steps 1 to 3. Name one of them"),
+        (["RUN", "--step", "0"], 4, "recorded the steps 1 to 3. Name one of them"),
+        (["RUN"], 2, "the following arguments are required: --step"),
+        (
+            ["BARE", "--step", "1"],
+            4,
+            "has no checkpoint, and a step is repeated with the recipe and the weights of one",
+        ),
+    ],
+)
+def test_bad_input_is_refused_with_the_way_out(recorded, tmp_path, capsys, words, status, message) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(recorded, bare, ignore=shutil.ignore_patterns("checkpoint-*"))
+    places = {"RUN": str(recorded), "BARE": str(bare)}
+    assert main(["replay", *(places.get(word, word) for word in words)]) == status
+    assert message in capsys.readouterr().err

@@ -202,6 +202,7 @@ def test_files_that_are_no_image_or_lie_elsewhere_are_refused(root, tmp_path):
         "a\0b",
         "",
         "x" * 300,
+        f"../step-000006/{row['file']}",
     ]
     manifest.write_text("".join(json.dumps(row | {"file": name}) + "\n" for name in names))
     with viewer(tmp_path / "runs") as served:

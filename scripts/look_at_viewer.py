@@ -4,7 +4,7 @@
     .venv/bin/python scripts/look_at_viewer.py runs/unirl/first runs/unirl/second --dark --width 390
 
 With one run: all pages about it. With several: also their comparison. docs/images/viewer.png is the upper part of
-`1-run.png` of the quick start, with `--height 1100 --top`. Needs Debian's chromium and playwright.
+`1-run.png` of the quick start, with `--width 1200 --height 1080 --top`. Needs Debian's chromium and playwright.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from itertools import chain
 
 import pytest
@@ -50,6 +52,12 @@ def data(ask):
         return json.loads(body)
 
     return data
+
+
+def test_a_viewer_does_without_torch():
+    """It would take three quarters of the memory."""
+    script = "import sys, unirl.cli.main, unirl.cli.view, unirl.viewer.app; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
 
 
 def test_all_runs_are_listed_with_what_their_records_say(root, data):

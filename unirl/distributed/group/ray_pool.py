@@ -20,7 +20,7 @@ from unirl.distributed.group.dispatch import Call, SplitCall, split_call
 from unirl.distributed.group.failures import ThreadStacks, WorkerFailure, first_cause, stall
 from unirl.distributed.group.handle import Group, PendingCall, Remote
 from unirl.distributed.group.lockstep import check_same_kind
-from unirl.distributed.group.ray_cluster import connect, lost_raylet, reserve, shut_down
+from unirl.distributed.group.ray_cluster import connect, lost_raylet, reserve, shut_down, stop_listening
 from unirl.distributed.group.ray_worker import ANSWER_S, WorkerLocation, WorkerRef, how_it_died
 from unirl.distributed.group.rendezvous import MARGIN_S, Rendezvous, named_rendezvous
 from unirl.distributed.tensor.row_store import RowTransportName
@@ -399,6 +399,8 @@ class RayPool(Pool[RayGroup]):
             return
         self.is_closed = True
         self.groups.clear()
+        if self.owns_ray:
+            stop_listening()
         self.kill(list(self.worker_refs.values()))
         self.join_threads(JOIN_S)
         if not self.owns_ray:

@@ -147,7 +147,7 @@ def _option_layer(chosen: object, defaults: object, path: Path) -> ConfigLayer:
             ((block, name),) = entry.items()
             blocks = option(str(block), name)
             if blocks:
-                return ConfigLayer("recipe", blocks, dict.fromkeys(blocks, f"{path.name}: {block}: {name}"))
+                return ConfigLayer("option", blocks, dict.fromkeys(blocks, f"{block}: {name} of {path.name}"))
             if names := options_of(str(block)):
                 raise InvalidValueError(f"{path.name}: defaults: {block}: {name} must be one of {', '.join(names)}")
     raise _bad_defaults(defaults, path)

@@ -118,6 +118,8 @@ def _check_settable(path: str, value: object, current: Tree) -> None:
     put(nested, path, copy.deepcopy(value))
     fold((ConfigLayer("", current), ConfigLayer("", nested)))
     node = get(current, path)
+    if node is None and isinstance(value, str) and options_of(path.rpartition(".")[2]):
+        raise BlockValueError(f"{path}={value} is not one of the options of this block. {_way_to_set(path, value, [])}")
     if isinstance(node, dict) and node and not isinstance(value, dict) and value is not None:
         keys = [key for key in node if key != "_target_"] or ["_target_"]
         raise BlockValueError(

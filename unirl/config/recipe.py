@@ -158,6 +158,8 @@ class RunSettings:
     """Let the ranks of one role run on devices of different kinds or drivers. They then wait for the slowest one."""
     row_transport: Literal["object_store", "collective"] = "object_store"
     """How latents, conditions and pixels travel between workers: Ray's object store, or gloo and NCCL messages."""
+    transfer_queue: Node | None = None
+    """A service that carries them in place of row_transport: simple | mooncake; absent = none."""
     reward_parts: Positive = 1
     """Parts of a step, each scored while the next is sampled. More than 1 needs devices of its own for the reward."""
     weight_sync_interval: Positive = 1

@@ -33,6 +33,8 @@ UPDATES = "stack.num_updates_per_batch"
 FRAMES, MOST_FRAMES = "sampling.num_frames", 5
 """A recipe's own value is kept if it is smaller. 5 frames are two latent frames of a VAE that compresses 4 to 1."""
 
+SERVICE = "transfer_queue"
+"""A recipe's own service between processes is left out where there is one process."""
 NUM_PROMPTS = 2
 """The fewest prompts per step. A recipe gets more if its updates do not divide the samples otherwise."""
 
@@ -62,8 +64,15 @@ def toy_layer(tree: Tree, plugins: tuple[str, ...] = (), typed: Tree | None = No
             put(toy, path, MOST_FRAMES)
     for path, value in _devices(tree, typed or {}).items():
         put(toy, path, value)
+    if SERVICE in tree and SERVICE not in (typed or {}) and _is_local(tree | toy | (typed or {})):
+        put(toy, SERVICE, None)
     put(toy, "batch_size", _num_prompts(fold((ConfigLayer("", tree), ConfigLayer("", toy)))))
     return ConfigLayer("scale=toy", toy)
+
+
+def _is_local(tree: Tree) -> bool:
+    """True if the recipe runs in one process."""
+    return tree.get("runtime") == "local" or (tree.get("runtime") is None and tree.get("num_devices") == 1)
 
 
 def _targets(typed: Tree) -> Tree:

@@ -122,7 +122,7 @@ def _file_layers(path: Path, above: tuple[Path, ...] = ()) -> tuple[ConfigLayer,
     if path in above:
         chain = " -> ".join(file.name for file in (*above[above.index(path) :], path))
         raise ConfigError(f"{path} extends itself ({chain}). Remove one of these `defaults`")
-    layer = _read(path)
+    layer = read_file(path)
     name, options = _defaults(layer.tree.pop("defaults", None), path)
     below = () if name is None else _file_layers(find_base(name, path), (*above, path))
     return (*below, *options, layer)
@@ -160,7 +160,7 @@ def _bad_defaults(defaults: object, path: Path) -> InvalidValueError:
     )
 
 
-def _read(path: Path) -> ConfigLayer:
+def read_file(path: Path) -> ConfigLayer:
     """The settings of a file, and the line of every key."""
     try:
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))

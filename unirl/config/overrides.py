@@ -74,6 +74,9 @@ def _read_override(text: str) -> tuple[str, object]:
     shown = redact_setting(text)
     if "=" not in text and not text.startswith("~"):
         raise ConfigError(f"'{shown}' is not a setting: write key=value")
+    group, _, name = text.partition("=")
+    if group.lstrip("+").endswith("base/distributed") and name in options_of("placement"):
+        raise ConfigError(f"'{shown}' selects a preset of VRL. Write +placement={name}")
     try:
         (override,) = OverridesParser.create().parse_overrides([_quoted(text)])
     except HydraException as error:

@@ -19,7 +19,7 @@ from unirl.config.watching import WatchConfig
 from unirl.types.credit import CreditName
 
 Where = str | int | tuple[int, ...]
-"""Devices of a role: `0-3`, `0,2`, `3`, `[0, 2]`, `all`, `in train`, `in rollout`, `cpu`, `cpu x2`."""
+"""Devices of a role: `0-3`, `0,2`, `3`, `[0, 2]`, `all`, `rest`, `in train`, `in rollout`, `cpu`, `cpu x2`."""
 
 MAX_DEVICES = 2**16
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 
 from unirl.config.build import SPECIAL, schemas_of
-from unirl.config.device_sets import num_device_sets, num_named, scaled
+from unirl.config.device_sets import num_device_sets, num_named, scaled, with_rest
 from unirl.config.merge import ConfigLayer, Tree, fold, get, join, leaves, put
 from unirl.config.recipe import MAX_DEVICES, policy_keys
 
@@ -94,7 +94,8 @@ def _devices(tree: Tree, typed: Tree) -> Tree:
     if not isinstance(placement, dict):
         return {"num_devices": 1, "runtime": None}
     if get(typed, "placement.train") is not None or get(typed, "placement.rollout") is not None:
-        return {"num_devices": num_named(placement)}
+        return {"num_devices": num_named(with_rest(placement, _count(typed.get("num_devices"))))}
+    placement = with_rest(placement, _count(tree.get("num_devices")))
     fewest = num_device_sets(placement)
     wanted = typed.get("num_devices", fewest)
     if type(wanted) is not int or not 0 < wanted <= MAX_DEVICES:
@@ -105,6 +106,11 @@ def _devices(tree: Tree, typed: Tree) -> Tree:
         "placement": scaled(placement, wanted),
         "runtime": "local" if wanted <= fewest else None,
     }
+
+
+def _count(num_devices: object) -> int:
+    """A number of devices that is not checked yet. 0 if it is none."""
+    return num_devices if type(num_devices) is int and 0 < num_devices <= MAX_DEVICES else 0
 
 
 def _num_prompts(tree: Tree) -> int:

@@ -15,7 +15,7 @@ from unirl.config.errors import ConfigError
 
 def test_a_profiled_step_has_a_trace_and_a_table_per_phase_and_the_same_bits(tmp_path) -> None:
     run(tmp_path / "plain")
-    run(tmp_path / "seen", "profile.steps=[2]")
+    run(tmp_path / "seen", "profile.steps=[2]", "profile.operations=1000")
     assert metrics_of(tmp_path / "seen") == metrics_of(tmp_path / "plain")
     assert weights_of(tmp_path / "seen", 2) == weights_of(tmp_path / "plain", 2)
     folder = tmp_path / "seen" / "profile"

@@ -18,6 +18,7 @@ NEED_RAY = (
     "tests/distributed/test_failures.py",
     "tests/distributed/test_rendezvous.py",
     "tests/distributed/test_runtimes.py",
+    "tests/distributed/test_transfer_queue.py",
     "tests/distributed/test_transport.py",
     "tests/distributed/test_weight_sync_processes.py",
     "tests/trainer/test_bagel_runs.py",

@@ -4,7 +4,7 @@
     .venv/bin/python scripts/look_at_viewer.py runs/unirl/first runs/unirl/second --dark --width 390
 
 With one run: all pages about it. With several: also their comparison. docs/images/viewer.png is the upper part of
-`1-run.png` of the quick start, with `--height 1100 --top`. Needs Debian's chromium and playwright.
+`1-run.png` of the quick start, with `--width 1200 --height 1280 --top`. Needs Debian's chromium and playwright.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from unirl.viewer.app import viewer_app
 from unirl.viewer.library import RunLibrary, id_of
 from unirl.viewer.server import address_of, listening, serve
 
+WAIT_MS = 4000
+"""Milliseconds for the parts of a page that come after its first part."""
 PAGES = {"run": "", "gallery": "/gallery", "pairs": "/pairs", "config": "/config", "system": "/system"}
 
 
@@ -60,7 +62,7 @@ def photograph(page: Page, address: str, runs: list[Path], sample: str, out: Pat
     for name, place in addresses(runs, sample):
         page.goto(base + place)
         page.wait_for_selector("main:not([aria-busy])")
-        page.wait_for_timeout(1500)
+        page.wait_for_timeout(WAIT_MS)
         page.screenshot(path=out / f"{name}.png", full_page=whole)
         print(out / f"{name}.png", flush=True)
 

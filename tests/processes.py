@@ -18,7 +18,7 @@ PRELOAD += ["diffusers.models.autoencoders", "diffusers.models.transformers.tran
 PRELOAD += ["diffusers.schedulers.scheduling_flow_match_euler_discrete", "transformers.models.clip.modeling_clip"]
 PRELOAD += ["transformers.models.clip.tokenization_clip", "transformers.models.t5.modeling_t5"]
 PRELOAD += ["transformers.models.t5.tokenization_t5", "peft", "torch._dynamo", "torch.distributed.checkpoint"]
-PRELOAD += ["tests.toy", "pytest"]
+PRELOAD += ["tests.toy", "pytest", "tests.frozen"]
 
 
 def forkserver() -> ForkServerContext:

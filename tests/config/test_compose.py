@@ -112,6 +112,26 @@ def test_the_same_target_written_again_keeps_the_node(examples):
     assert tree["sampling"]["kernel"]["eta"] == 0.5
 
 
+@pytest.mark.parametrize("defaults", ["[base, transfer_queue: simple, _self_]", "[transfer_queue: simple]"])
+def test_defaults_may_choose_an_option_which_the_recipe_itself_overrules(examples, defaults):
+    write(examples, "variant", f"defaults: {defaults}\ntransfer_queue: {{num_units: 3}}\nbatch_size: 2\n")
+    tree = composed(examples, "variant").tree
+    backend = "unirl.distributed.tensor.backend.transfer_queue.simple.SimpleBackend"
+    assert tree["transfer_queue"] == {"_target_": backend, "num_units": 3}
+
+
+@pytest.mark.parametrize(
+    ("defaults", "says"),
+    [
+        ("[base, transfer_queue: simpl, _self_]", "transfer_queue: simpl must be one of mooncake, simple"),
+        ("[base, nothing: simple, _self_]", "Options such as `transfer_queue: simple` may stand before _self_"),
+    ],
+)
+def test_an_option_that_does_not_exist_is_refused(examples, defaults, says):
+    write(examples, "variant", f"defaults: {defaults}\n")
+    assert says in str(refused(examples, "variant"))
+
+
 @pytest.mark.parametrize(
     "defaults",
     [
@@ -167,7 +187,8 @@ def test_a_variant_of_a_variant_composes_as_hydra_composes_it(examples):
 
 
 def test_recipes_that_ship_extend_whole_recipes():
-    depths = {recipe.name: len(compose(str(recipe.path)).layers) for recipe in list_recipes()}
+    layers = {recipe.name: compose(str(recipe.path)).layers for recipe in list_recipes()}
+    depths = {name: sum(layer.source != "option" for layer in each) for name, each in layers.items()}
     assert {name for name, depth in depths.items() if depth > 4} == set()
 
 

@@ -61,6 +61,8 @@ def said(recipe, *overrides):
             2020,
             "Use row_transport=object_store, or sync.transport=in_process",
         ),
+        (TRAINSIDE, ["+transfer_queue=simple"], 2020, "Set runtime=ray, or leave transfer_queue out"),
+        (COLOCATE, ["transfer_queue=simple", "row_transport=collective"], 2020, "two ways for the same rows"),
         (SEPARATE, ["sync.transport=in_process"], 2020, "needs both roles in one process"),
         (COLOCATE, ["sync.transport=broadcast"], 2020, "Use sync.transport=auto|in_process|cuda_ipc, or"),
         (SEPARATE, [*LOCAL, "sync.transport=broadcast"], 2020, "Use sync.transport=auto|in_process"),

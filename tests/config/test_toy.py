@@ -143,6 +143,14 @@ def test_toy_takes_one_device_where_none_is_needed_for_the_engine():
         plan_of(load(SEPARATE, ["scale=toy", "num_devices=1"]).config)
 
 
+def test_a_service_between_processes_is_left_out_where_there_is_one_process_unless_it_is_typed():
+    recipe = "diffusion/sd3_trainside_tq_mooncake"
+    assert load(recipe, ["scale=toy"]).config.transfer_queue is None
+    service = load(recipe, ["scale=toy", "runtime=ray"]).config.transfer_queue
+    assert service is not None and service.get("protocol", str) == "tcp"
+    assert load(recipe, ["scale=toy", "transfer_queue=simple"]).config.transfer_queue is not None
+
+
 def test_a_recipe_may_say_that_it_is_toy(tmp_path):
     text = yaml.safe_dump({"defaults": ["base", "_self_"], "scale": "toy"}, sort_keys=False)
     base = load("diffusion/sd3_trainside").file.path.read_text()

@@ -107,6 +107,14 @@ def test_no_process_is_left(then, tmp_path) -> None:
 
 
 @pytest.mark.slow
+def test_ray_reports_no_worker_that_close_ends() -> None:
+    """The cluster gets five seconds to tell of the workers that were killed."""
+    then = "pool.join_threads = lambda seconds: time.sleep(5.0); pool.close(); print('closed')"
+    done = drive(DRIVER.format(then=then))
+    assert done.stdout.splitlines() == ["closed"] and "raylet" not in done.stderr, done.stdout + done.stderr
+
+
+@pytest.mark.slow
 def test_an_interrupt_of_the_terminal_reaches_the_driver_alone(tmp_path) -> None:
     then = """
 signal.signal(signal.SIGINT, lambda *_: None)
@@ -125,7 +133,6 @@ pool.close()
         env={**os.environ, "PYTHONPATH": os.getcwd()},
         check=False,
     )
-    # Ray may print of the workers that close() ends.
     said = [line for line in child.stdout.splitlines() if line.startswith(("[true", "[false"))]
     assert said == ["[true, true]"], child.stdout + child.stderr
 

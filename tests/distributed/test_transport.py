@@ -22,6 +22,7 @@ from unirl.distributed.tensor.row_store import InProcessTransport, RowPayload, R
 from unirl.distributed.tensor.transports import (
     CollectiveTransport,
     Move,
+    ObjectStoreCarrier,
     RayTransport,
     describe,
     plan_moves,
@@ -433,7 +434,7 @@ def test_an_owner_that_is_late_dead_or_unknown_is_named(ray_session) -> None:
     wanted = [StoredRows("late-worker", "0/0", (0,))]
     actor = ray.remote(num_cpus=0)(Late).options(name="late-worker").remote()
     ray.get(actor.__ray_ready__.remote())
-    transport = RayTransport(deadline_s=0.2)
+    transport = RayTransport(0.2, ObjectStoreCarrier())
     with pytest.raises(StallError, match=r"worker 'late-worker' did not send its rows within 0.2 s"):
         transport.fetch(wanted)
     ray.kill(actor)

@@ -30,9 +30,6 @@ from unirl.testing.language import text_params, text_request
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """One server for the tests that leave it running. Its weights are those of the last update."""
     served = Served.at(TransformersServeEngine, tmp_path_factory.mktemp("run"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process, "spawn", warm_servers.COLD)  # as a run starts it
-        served.engine.server.start()
     yield served
     served.engine.server.stop()
 
@@ -124,7 +121,9 @@ def test_a_server_that_keeps_old_weights_is_caught(served, monkeypatch) -> None:
 def test_a_killed_server_is_restarted_with_its_weights_and_gives_the_same_answers(tmp_path) -> None:
     served = Served.at(TransformersServeEngine, tmp_path, max_restarts=1)
     served.train()
-    served.push()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "spawn", warm_servers.COLD)  # as a run starts it, in an interpreter of its own
+        served.push()
     serving = served.engine.server.process
     expected = served.tokens(served.asking())
     complete, asked = served.engine.server.complete, []

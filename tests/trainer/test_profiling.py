@@ -15,7 +15,7 @@ from unirl.config.errors import ConfigError
 
 def test_a_profiled_step_has_a_trace_and_a_table_per_phase_and_the_same_bits(tmp_path) -> None:
     run(tmp_path / "plain")
-    run(tmp_path / "seen", "profile.steps=[2]")
+    run(tmp_path / "seen", "profile.steps=[2]", "profile.operations=1000")
     assert metrics_of(tmp_path / "seen") == metrics_of(tmp_path / "plain")
     assert weights_of(tmp_path / "seen", 2) == weights_of(tmp_path / "plain", 2)
     folder = tmp_path / "seen" / "profile"
@@ -28,12 +28,13 @@ def test_a_profiled_step_has_a_trace_and_a_table_per_phase_and_the_same_bits(tmp
     assert phases.keys() == {"sync", "generate", "reward", "train"}
     recorded = lines_of(tmp_path / "seen" / "metrics.jsonl")[1]
     for name, seconds in phases.items():
-        assert float(seconds) == pytest.approx(recorded[f"time/{name}"], rel=0.05, abs=0.005)
+        # The range also covers what the profiler does at its first operation, longer on a busy machine.
+        assert float(seconds) == pytest.approx(recorded[f"time/{name}"], rel=0.2, abs=0.1)
     for section in text.split("## ")[1:]:
         shares = [float(share) for share in re.findall(r"([\d.]+)% \|", section)]
-        assert (
-            shares and shares == sorted(shares, reverse=True) and sum(shares) <= 100.5
-        )  # one thread: own times are disjoint
+        assert shares == sorted(shares, reverse=True)
+        assert sum(shares) <= 100.5  # own times of one thread do not overlap
+        assert shares or section.startswith("sync")  # nothing moves to an engine that shares the weights
     assert "Backward" in text.split("## train")[1] and "Backward" not in text.split("## train")[0]
 
 

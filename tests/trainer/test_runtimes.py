@@ -133,12 +133,13 @@ def test_a_run_saved_on_two_ranks_continues_on_one_and_on_four(tune, local, work
 
 
 @pytest.mark.slow
-def test_no_byte_of_latents_conditions_or_pixels_passes_through_the_driver(workers, tmp_path) -> None:
+@pytest.mark.parametrize("layout", ["colocate", "separate"])
+def test_no_byte_of_latents_conditions_or_pixels_passes_through_the_driver(layout, workers, tmp_path) -> None:
     """What passes does not depend on the size of the pictures, and one sample of the larger would stand out."""
     passed = []
     for side in (32, 64):
         recipe = load(
-            "diffusion/sd3_replica_lora_separate",
+            f"diffusion/sd3_replica_lora_{layout}",
             [
                 *(*COMMON, f"run.dir={tmp_path / str(side)}", "runtime=ray", "num_devices=4", "num_rollouts=2"),
                 *(f"sampling.height={side}", f"sampling.width={side}"),

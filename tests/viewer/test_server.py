@@ -4,6 +4,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from itertools import chain
 
 import pytest
@@ -50,6 +52,12 @@ def data(ask):
         return json.loads(body)
 
     return data
+
+
+def test_a_viewer_does_without_torch():
+    """It would take three quarters of the memory."""
+    script = "import sys, unirl.cli.main, unirl.cli.view, unirl.viewer.app; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
 
 
 def test_all_runs_are_listed_with_what_their_records_say(root, data):
@@ -202,6 +210,7 @@ def test_files_that_are_no_image_or_lie_elsewhere_are_refused(root, tmp_path):
         "a\0b",
         "",
         "x" * 300,
+        f"../step-000006/{row['file']}",
     ]
     manifest.write_text("".join(json.dumps(row | {"file": name}) + "\n" for name in names))
     with viewer(tmp_path / "runs") as served:
@@ -235,7 +244,7 @@ def test_a_folder_that_is_a_link_out_of_the_given_one_is_not_shown(root, tmp_pat
     ("headers", "method", "status"),
     [
         (NAMED, "GET", 200), (NAMED, "HEAD", 200), (NAMED, "POST", 405), (NAMED, "PUT", 405), (NAMED, "DELETE", 405),
-        (NAMED, "OPTIONS", 405), ({}, "GET", 401), ({"authorization": "Bearer wrong"}, "GET", 401),
+        (NAMED, "OPTIONS", 405), ({}, "GET", 401), ({}, "POST", 405), ({"authorization": "Bearer wrong"}, "GET", 401),
         ({"authorization": "Bearer "}, "GET", 401), ({**NAMED, "host": "evil.example"}, "GET", 421),
         ({**NAMED, "host": "evil.example:80"}, "GET", 421), ({**NAMED, "host": "127.0.0.1.evil.example"}, "GET", 421),
         ({**NAMED, "host": ""}, "GET", 421), ({**NAMED, "host": "localhost:99"}, "GET", 200),

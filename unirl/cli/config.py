@@ -1,15 +1,17 @@
-"""`unirl config show|why`: the settings of a recipe, their documentation, and the source of each value."""
+"""`unirl config show|why|import`: the settings of a recipe, their documentation, the source of each value, and the
+placement to write for a configuration of VRL or RLinf."""
 
 from __future__ import annotations
 
 import shutil
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import yaml
 
-from unirl.cli.arguments import parse_recipe, recipe_parser, run_verb
+from unirl.cli.arguments import Parser, parse_recipe, recipe_parser, run_verb
 from unirl.cli.check import checked
 from unirl.config.errors import ArgumentError
 from unirl.config.failures import Session
@@ -25,13 +27,14 @@ EXAMPLES = (
     "unirl config show diffusion/sd3_trainside --doc",
     "unirl config show diffusion/sd3_trainside sampling.kernel --doc",
     "unirl config why sampling.kernel.eta diffusion/sd3_dancegrpo",
+    "unirl config import their_config.yaml --devices 8",
 )
 WIDTH = 100
 """Characters of a line of documentation, unless the terminal is narrower."""
 
 
 def run(argv: list[str], session: Session) -> int:
-    return run_verb("config", argv, {"show": show, "why": why}, EXAMPLES)
+    return run_verb("config", argv, {"show": show, "why": why, "import": import_file}, EXAMPLES)
 
 
 def show(argv: Sequence[str]) -> int:
@@ -76,7 +79,7 @@ def _print_docs(recipe: Recipe, part: str | None) -> None:
 def why(argv: Sequence[str]) -> int:
     if not argv or argv[0].startswith("-"):
         if argv[:1] in (["-h"], ["--help"]):
-            print(f"examples:\n  {EXAMPLES[-1]}\n\nusage: unirl config why KEY RECIPE [key=value ...]")
+            print(f"examples:\n  {EXAMPLES[-2]}\n\nusage: unirl config why KEY RECIPE [key=value ...]")
             return 0
         raise ArgumentError("unirl config why: name a key, then a recipe: unirl config why KEY RECIPE")
     key, *rest = argv
@@ -88,4 +91,16 @@ def why(argv: Sequence[str]) -> int:
         print_inert(f"  {'->' if origin.wins else '  '} {origin.source:<13} {origin.value}   {origin.place}")
     if not any(origin.wins for origin in origins):
         print("  -> default")
+    return 0
+
+
+def import_file(argv: Sequence[str]) -> int:
+    from unirl.config.compose import read_file
+    from unirl.config.foreign_placement import import_placement
+
+    parser = Parser("config import", "Print the placement to write for a file of VRL or RLinf.", EXAMPLES[-1:])
+    parser.add_argument("file", metavar="FILE", help="a YAML file with distributed.resources (VRL) or cluster (RLinf)")
+    parser.option("--devices", type=int, metavar="N", help="devices of all nodes together, if the file says only `all`")
+    options = parser.parse(argv)
+    print_inert(import_placement(read_file(Path(options.file)).tree, options.devices).block)
     return 0

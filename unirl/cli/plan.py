@@ -10,6 +10,7 @@ from pathlib import Path
 import yaml
 
 from unirl.cli.arguments import parse_recipe, recipe_parser
+from unirl.cli.auto_plan import show_placements
 from unirl.cli.check import checked, say_crowded
 from unirl.config.errors import IncompatibleError, MemoryShortageError
 from unirl.config.failures import Session
@@ -38,6 +39,7 @@ EXAMPLES = (
     "unirl plan diffusion/sd3_trainside",
     "unirl plan diffusion/sd3_trainside batch_size=24 stack.micro_batch_size=8 --device h100",
     "unirl plan diffusion/quickstart --json",
+    "unirl plan diffusion/sd3_replica_lora_separate --auto --seconds generate=4,score=1,train=2,sync=0.1",
 )
 NOT_MEASURED = "counted, not measured on a GPU"
 
@@ -48,8 +50,14 @@ def run(argv: list[str], session: Session) -> int:
         "--device", help="a device of the table: a100, h100, h200, b200, 4090, l40s (default: this machine's)"
     )
     parser.option("--json", action="store_true", help="as JSON")
+    parser.option("--auto", action="store_true", help="print the fastest placements, by simulated steps")
+    parser.option("--run", metavar="RUN", help="with --auto: the folder of a run whose phases were measured")
+    parser.option("--seconds", help="with --auto: seconds of the phases, such as generate=4,score=1,train=2,sync=0.1")
+    parser.option("--devices", type=int, metavar="N", help="with --auto: devices to place (default: the recipe's)")
     arguments = parse_recipe(parser, argv)
     options = arguments.options
+    if options.auto:
+        return show_placements(arguments.recipe, arguments.overrides, options)
     return show_plan(arguments.recipe, arguments.overrides, as_json=options.json, device=options.device)
 
 

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from unirl.config.errors import ConfigError, InvalidValueError
 from unirl.config.merge import ConfigLayer, Origin, Tree, fold, get, join, leaves, origins, put
-from unirl.config.overrides import command_line_layer
+from unirl.config.overrides import command_line_layer, option, options_of
 from unirl.config.recipe_files import RecipeFile, find_base, find_recipe
 
 ENVIRONMENT: Mapping[str, str] = {
@@ -122,25 +122,45 @@ def _file_layers(path: Path, above: tuple[Path, ...] = ()) -> tuple[ConfigLayer,
     if path in above:
         chain = " -> ".join(file.name for file in (*above[above.index(path) :], path))
         raise ConfigError(f"{path} extends itself ({chain}). Remove one of these `defaults`")
-    layer = _read(path)
-    name = _base_name(layer.tree.pop("defaults", None), path)
+    layer = read_file(path)
+    name, options = _defaults(layer.tree.pop("defaults", None), path)
     below = () if name is None else _file_layers(find_base(name, path), (*above, path))
-    return (*below, layer)
+    return (*below, *options, layer)
 
 
-def _base_name(defaults: object, path: Path) -> str | None:
-    """The recipe that `defaults` names. None if there is none."""
+def _defaults(defaults: object, path: Path) -> tuple[str | None, tuple[ConfigLayer, ...]]:
+    """The recipe that `defaults` names (None if there is none), and the layers of the options that it chooses."""
     match defaults:
-        case None | ["_self_"]:
-            return None
-        case [str(name), "_self_"]:
-            return name
-    raise InvalidValueError(
-        f"{path.name}: defaults={defaults} must be [<one recipe>, _self_], such as [diffusion/sd3_trainside, _self_]"
+        case None:
+            return None, ()
+        case [str(name), *chosen, "_self_"] if name != "_self_":
+            return name, tuple(_option_layer(each, defaults, path) for each in chosen)
+        case [*chosen, "_self_"] | [*chosen]:
+            return None, tuple(_option_layer(each, defaults, path) for each in chosen)
+    raise _bad_defaults(defaults, path)
+
+
+def _option_layer(chosen: object, defaults: object, path: Path) -> ConfigLayer:
+    """The blocks of an entry such as `transfer_queue: simple`."""
+    match chosen:
+        case {**entry} if len(entry) == 1:
+            ((block, name),) = entry.items()
+            blocks = option(str(block), name)
+            if blocks:
+                return ConfigLayer("option", blocks, dict.fromkeys(blocks, f"{block}: {name} of {path.name}"))
+            if names := options_of(str(block)):
+                raise InvalidValueError(f"{path.name}: defaults: {block}: {name} must be one of {', '.join(names)}")
+    raise _bad_defaults(defaults, path)
+
+
+def _bad_defaults(defaults: object, path: Path) -> InvalidValueError:
+    return InvalidValueError(
+        f"{path.name}: defaults={defaults} must be [<one recipe>, _self_], such as [diffusion/sd3_trainside, _self_]. "
+        "Options such as `transfer_queue: simple` may stand before _self_"
     )
 
 
-def _read(path: Path) -> ConfigLayer:
+def read_file(path: Path) -> ConfigLayer:
     """The settings of a file, and the line of every key."""
     try:
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))

@@ -1,16 +1,20 @@
-"""Device sets, and how recipes write them: `0-3`, `0,2`, `3`, `[0, 2]`, `all`, `cpu`, `cpu x2`."""
+"""Device sets, and how recipes write them: `0-3`, `0,2`, `3`, `[0, 2]`, `all`, `rest`, `cpu`, `cpu x2`."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, TypeGuard
 
 from unirl.config.errors import ConfigError, GeometryError, IncompatibleError, InvalidValueError
+from unirl.config.ranks import rank_items
 from unirl.config.recipe import MAX_DEVICES, Where
+
+REST = "rest"
+"""A place: all devices of the pool that no other role names."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ def device_set_at(role: str, where: Where, num_devices: int) -> DeviceSet:
         return everywhere(num_devices)
     if isinstance(where, str) and (cpu := re.fullmatch(r"cpu(?: ?x ?(\d{1,4}))?", where)):
         return _cpu_device_set(role, where, int(cpu[1] or 1))
-    items = str(where).split(",") if isinstance(where, (str, int)) else [str(item) for item in where]
+    items = [str(where)] if isinstance(where, (str, int)) else [str(item) for item in where]
     if not items:
         raise InvalidValueError(f"placement.{role}=[] names no device. Write devices such as 0-3, or all")
     indices = [index for item in items for index in _devices_of(item, role, where, num_devices)]
@@ -70,23 +74,27 @@ def _cpu_device_set(role: str, where: str, count: int) -> DeviceSet:
     return DeviceSet("cpu", tuple(range(count)))
 
 
-def _devices_of(item: str, role: str, where: Where, num_devices: int) -> range:
-    """The devices that one item of a placement names, such as `3` or `0-3`."""
-    match = re.fullmatch(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?", item.strip(), re.ASCII)
-    if not match:
-        words = {"rollout": ", in train", "reward": ", in train, in rollout, cpu or cpu x2"}.get(role, "")
-        raise InvalidValueError(
-            f"placement.{role}={show(where)} names no devices. Write devices such as 0-3, 0,2 or 3, or all{words}"
-        )
-    first, last = int(match[1]), int(match[2] or match[1])
-    if last < first:
-        raise GeometryError(f"placement.{role}={show(where)} is a descending range: write {last}-{first}")
-    if last >= num_devices:
-        raise GeometryError(
-            f"placement.{role}={show(where)} names device {last}, and num_devices={num_devices} has only "
-            f"{everywhere(num_devices).words}. Set num_devices={last + 1}, or name devices of the pool"
-        )
-    return range(first, last + 1)
+def _devices_of(item: str, role: str, where: Where, num_devices: int) -> Iterator[int]:
+    """The devices that one item of a placement names, such as `3`, `0-3` or `0,2`."""
+    words = {"rollout": ", in train", "reward": ", in train, in rollout, cpu or cpu x2"}.get(role, "")
+    for each in rank_items(f"placement.{role}", item, f"devices such as 0-3, 0,2 or 3, or all, rest{words}"):
+        devices = each.resources
+        if devices[-1] >= num_devices:
+            raise GeometryError(
+                f"placement.{role}={show(where)} names device {devices[-1]}, and num_devices={num_devices} has only "
+                f"{everywhere(num_devices).words}. Set num_devices={devices[-1] + 1}, or name devices of the pool"
+            )
+        yield from devices
+
+
+def with_rest(placement: Mapping[str, object], num_devices: int) -> dict[str, object]:
+    """The placement with `rest` replaced by the devices of the pool that no other role names.
+
+    If the others name all of them, `rest` is the first device that the pool does not have.
+    """
+    named = {index for devices in _named_device_sets(placement).values() for index in devices.indices}
+    free = [index for index in range(num_devices) if index not in named] or [num_devices]
+    return {role: spell(free) if place == REST else place for role, place in placement.items()}
 
 
 def everywhere(num_devices: int) -> DeviceSet:

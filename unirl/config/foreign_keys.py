@@ -75,6 +75,16 @@ FOREIGN_KEYS: Mapping[str, Sequence[str]] = {
     "algorithm.norm=batch and algorithm.target=live (CrossQ)": ("q_head_type",),
     "a wrapper of the environment, registered with Gymnasium": ("reward_coef", "use_rel_reward"),
     "bundle.path=<folder or hub id>": ("model", "pretrained_model_ckpt_path"),
+    "row_transport=object_store|collective, or +transfer_queue=simple|mooncake": ("transport_kind",),
+    "nothing: values that are no tensors travel with the answer of the worker that made them": (
+        "bytes_buffer_size_gb",
+        "manager_merge_to_tensordict",
+    ),
+    "nothing: the driver holds no rows": (
+        "single_controller_tensor_buffer_size_gb",
+        "single_controller_bytes_buffer_size_gb",
+    ),
+    "nothing: a client has the name of its worker": ("client_name",),
 }
 """A key of a recipe -> the names that other frameworks and older recipes have for it."""
 

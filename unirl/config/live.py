@@ -1,11 +1,13 @@
-"""The blocks of a recipe about watching a run while it goes on: services of `tracking`, and `profile`."""
+"""The blocks of a recipe about what a run shows: `tracking` with its services, and `profile`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
+
+from unirl.config.evaluation import NonNegative, Positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +37,33 @@ class OpenTelemetryConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrackingConfig:
+    """Tracking services that get the metrics as well, and how many samples are kept."""
+
+    mirrors: tuple[Literal["wandb", "tensorboard", "swanlab", "trackio", "mlflow"], ...] = ()
+    """Services that also get the metrics of the run directory."""
+    entity: str | None = None
+    """The W&B team or user."""
+    offline: bool = False
+    """Services write to local files and never use the network."""
+    sample_steps: NonNegative = 10
+    """Keep samples every this many steps and after the last step; 0 = never."""
+    max_samples: Positive = 16
+    """Samples that are kept each time."""
+    keep_samples: NonNegative = 0
+    """Sample folders, and evaluation folders beside the first one, that remain: the newest ones; 0 = all. Tables keep
+    every step."""
+    prometheus: PrometheusConfig | None = None
+    """Absent = no server of metrics."""
+    opentelemetry: OpenTelemetryConfig | None = None
+    """Absent = no traces."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
     """Profiles steps with torch's profiler (`docs/live.md`). Such steps are slower; their results are the same."""
 
-    steps: tuple[Annotated[int, Meta(ge=1)], ...]
+    steps: tuple[Positive, ...]
     """Numbers of the steps, from 1. The first step of a process also has what happens only once."""
-    operations: Annotated[int, Meta(ge=1)] = 15
+    operations: Positive = 15
     """Operations of each phase in the table."""

@@ -35,7 +35,7 @@ DELETED: Final = _Deleted()
 class ConfigLayer:
     """The settings of one source."""
 
-    source: str  # "command line", "environment", "scale=toy", "recipe"
+    source: str  # "command line", "environment", "scale=toy", "recipe", "option"
     tree: Tree
     places: Mapping[str, str] = field(default_factory=dict)
     """Key path to the place that sets it: `sd3_trainside.yaml:12`, `PRETRAINED_MODEL`, `batch_size=4`."""

@@ -74,6 +74,9 @@ def _read_override(text: str) -> tuple[str, object]:
     shown = redact_setting(text)
     if "=" not in text and not text.startswith("~"):
         raise ConfigError(f"'{shown}' is not a setting: write key=value")
+    group, _, name = text.partition("=")
+    if group.lstrip("+").endswith("base/distributed") and name in options_of("placement"):
+        raise ConfigError(f"'{shown}' selects a preset of VRL. Write +placement={name}")
     try:
         (override,) = OverridesParser.create().parse_overrides([_quoted(text)])
     except HydraException as error:
@@ -118,6 +121,8 @@ def _check_settable(path: str, value: object, current: Tree) -> None:
     put(nested, path, copy.deepcopy(value))
     fold((ConfigLayer("", current), ConfigLayer("", nested)))
     node = get(current, path)
+    if node is None and isinstance(value, str) and options_of(path.rpartition(".")[2]):
+        raise BlockValueError(f"{path}={value} is not one of the options of this block. {_way_to_set(path, value, [])}")
     if isinstance(node, dict) and node and not isinstance(value, dict) and value is not None:
         keys = [key for key in node if key != "_target_"] or ["_target_"]
         raise BlockValueError(

@@ -12,14 +12,14 @@ from msgspec import Meta
 
 from unirl.config.errors import did_you_mean
 from unirl.config.evaluation import EvaluationConfig, NonNegative, NonNegativeFloat, Positive
-from unirl.config.live import OpenTelemetryConfig, ProfileConfig, PrometheusConfig
+from unirl.config.live import ProfileConfig, TrackingConfig
 from unirl.config.node import Node
 from unirl.config.saving import CheckpointConfig, RestartConfig
 from unirl.config.watching import WatchConfig
 from unirl.types.credit import CreditName
 
 Where = str | int | tuple[int, ...]
-"""Devices of a role: `0-3`, `0,2`, `3`, `[0, 2]`, `all`, `in train`, `in rollout`, `cpu`, `cpu x2`."""
+"""Devices of a role: `0-3`, `0,2`, `3`, `[0, 2]`, `all`, `rest`, `in train`, `in rollout`, `cpu`, `cpu x2`."""
 
 MAX_DEVICES = 2**16
 
@@ -41,29 +41,6 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.dir is not None and not self.dir.strip():
             raise ValueError("dir is empty, which would be the current folder. Name a folder, or leave run.dir out")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrackingConfig:
-    """Tracking services that get the metrics as well, and how many samples are kept."""
-
-    mirrors: tuple[Literal["wandb", "tensorboard", "swanlab", "trackio", "mlflow"], ...] = ()
-    """Services that also get the metrics of the run directory."""
-    entity: str | None = None
-    """The W&B team or user."""
-    offline: bool = False
-    """Services write to local files and never use the network."""
-    sample_steps: NonNegative = 10
-    """Keep samples every this many steps and after the last step; 0 = never."""
-    max_samples: Positive = 16
-    """Samples that are kept each time."""
-    keep_samples: NonNegative = 0
-    """Sample folders, and evaluation folders beside the first one, that remain: the newest ones; 0 = all. Tables keep
-    every step."""
-    prometheus: PrometheusConfig | None = None
-    """Absent = no server of metrics."""
-    opentelemetry: OpenTelemetryConfig | None = None
-    """Absent = no traces."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +130,7 @@ class RunSettings:
     asynchronous: AsynchronousConfig = AsynchronousConfig()
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     run: RunConfig = RunConfig()
-    tracking: TrackingConfig = TrackingConfig()
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     restarts: RestartConfig = field(default_factory=RestartConfig)
 
@@ -181,6 +158,8 @@ class RunSettings:
     """Let the ranks of one role run on devices of different kinds or drivers. They then wait for the slowest one."""
     row_transport: Literal["object_store", "collective"] = "object_store"
     """How latents, conditions and pixels travel between workers: Ray's object store, or gloo and NCCL messages."""
+    transfer_queue: Node | None = None
+    """A service that carries them in place of row_transport: simple | mooncake; absent = none."""
     reward_parts: Positive = 1
     """Parts of a step, each scored while the next is sampled. More than 1 needs devices of its own for the reward."""
     weight_sync_interval: Positive = 1

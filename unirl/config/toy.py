@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 
 from unirl.config.build import SPECIAL, schemas_of
-from unirl.config.device_sets import num_device_sets, num_named, scaled
+from unirl.config.device_sets import num_device_sets, num_named, scaled, with_rest
 from unirl.config.merge import ConfigLayer, Tree, fold, get, join, leaves, put
 from unirl.config.recipe import MAX_DEVICES, policy_keys
 
@@ -33,6 +33,8 @@ UPDATES = "stack.num_updates_per_batch"
 FRAMES, MOST_FRAMES = "sampling.num_frames", 5
 """A recipe's own value is kept if it is smaller. 5 frames are two latent frames of a VAE that compresses 4 to 1."""
 
+SERVICE = "transfer_queue"
+"""A recipe's own service between processes is left out where there is one process."""
 NUM_PROMPTS = 2
 """The fewest prompts per step. A recipe gets more if its updates do not divide the samples otherwise."""
 
@@ -62,8 +64,15 @@ def toy_layer(tree: Tree, plugins: tuple[str, ...] = (), typed: Tree | None = No
             put(toy, path, MOST_FRAMES)
     for path, value in _devices(tree, typed or {}).items():
         put(toy, path, value)
+    if SERVICE in tree and SERVICE not in (typed or {}) and _is_local(tree | toy | (typed or {})):
+        put(toy, SERVICE, None)
     put(toy, "batch_size", _num_prompts(fold((ConfigLayer("", tree), ConfigLayer("", toy)))))
     return ConfigLayer("scale=toy", toy)
+
+
+def _is_local(tree: Tree) -> bool:
+    """True if the recipe runs in one process."""
+    return tree.get("runtime") == "local" or (tree.get("runtime") is None and tree.get("num_devices") == 1)
 
 
 def _targets(typed: Tree) -> Tree:
@@ -85,7 +94,8 @@ def _devices(tree: Tree, typed: Tree) -> Tree:
     if not isinstance(placement, dict):
         return {"num_devices": 1, "runtime": None}
     if get(typed, "placement.train") is not None or get(typed, "placement.rollout") is not None:
-        return {"num_devices": num_named(placement)}
+        return {"num_devices": num_named(with_rest(placement, _count(typed.get("num_devices"))))}
+    placement = with_rest(placement, _count(tree.get("num_devices")))
     fewest = num_device_sets(placement)
     wanted = typed.get("num_devices", fewest)
     if type(wanted) is not int or not 0 < wanted <= MAX_DEVICES:
@@ -96,6 +106,11 @@ def _devices(tree: Tree, typed: Tree) -> Tree:
         "placement": scaled(placement, wanted),
         "runtime": "local" if wanted <= fewest else None,
     }
+
+
+def _count(num_devices: object) -> int:
+    """A number of devices that is not checked yet. 0 if it is none."""
+    return num_devices if type(num_devices) is int and 0 < num_devices <= MAX_DEVICES else 0
 
 
 def _num_prompts(tree: Tree) -> int:

@@ -33,6 +33,7 @@ def check_layout(config: RecipeConfig, plan: PlacementPlan) -> None:
         DependencyError: 3003 if nothing answers at RAY_ADDRESS.
     """
     _check_runtime(config, plan)
+    _check_row_service(config)
     _check_sync(config, plan)
     for node in nodes_below(config.backend.values):
         if issubclass(node.schema.owner, Ranked):
@@ -109,6 +110,22 @@ def _check_runtime(config: RecipeConfig, plan: PlacementPlan) -> None:
         raise GeometryError(
             f"devices_per_node={per_node} does not divide num_devices={config.num_devices}: every node has equally "
             f"many devices. Use devices_per_node={'|'.join(divisors)}"
+        )
+
+
+def _check_row_service(config: RecipeConfig) -> None:
+    """A service carries rows between worker processes, in place of another transport."""
+    if config.transfer_queue is None:
+        return
+    service = f"transfer_queue={config.transfer_queue.class_name}"
+    if config.runtime_in_use == "local":
+        raise IncompatibleError(
+            f"{service} carries rows between processes, and runtime=local is one process. Set runtime=ray, or leave "
+            "transfer_queue out"
+        )
+    if config.row_transport != "object_store":
+        raise IncompatibleError(
+            f"{service} and row_transport={config.row_transport} are two ways for the same rows. Keep one of them"
         )
 
 

@@ -2,6 +2,7 @@
 
     placement: {train: 0-3, rollout: 4-7}    disjoint device sets: separate
     placement: {train: 0-3, rollout: 0-3}    equal device sets: colocate, the roles take turns
+    placement: {train: 0, rollout: rest}     separate: rollout has all devices that no other role names
     (none)                                   all roles on all devices
 
 An engine without weights of its own samples with the train role's modules: trainside. In colocate the roles also share
@@ -13,9 +14,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast
 
-from unirl.config.device_sets import DeviceSet, device_set_at, everywhere, example, show, spell
+from unirl.config.device_sets import REST, DeviceSet, device_set_at, everywhere, example, show, spell, with_rest
 from unirl.config.errors import ConfigError, GeometryError, IncompatibleError, did_you_mean
 from unirl.config.node import Node
 from unirl.config.recipe import RecipeConfig, Where
@@ -76,8 +77,7 @@ def plan_of(config: RecipeConfig) -> PlacementPlan:
         ConfigError: 2003 unknown role, 2004 devices that cannot be read, 2010 device sets that do not fit the pool or
             each other, 2020 a layout that the engine cannot have.
     """
-    placement = {} if config.placement is None else dict(config.placement)
-    _check_roles(placement)
+    placement = _placement_of(config)
     dedicated = capabilities_of(config.rollout).dedicated
     engine = config.rollout.class_name
     train = _train_device_set(placement, config.num_devices)
@@ -99,12 +99,22 @@ def plan_of(config: RecipeConfig) -> PlacementPlan:
     return plan
 
 
-def _check_roles(placement: Mapping[str, Where]) -> None:
+def _placement_of(config: RecipeConfig) -> dict[str, Where]:
+    """The placement of a recipe, of known roles, with numbers in place of `rest`."""
+    placement = {} if config.placement is None else dict(config.placement)
     for role in placement:
         if role not in ROLES:
             raise ConfigError(
                 f"placement.{role}: there is no such role.{did_you_mean(role, ROLES)} Roles: {', '.join(ROLES)}"
             )
+    numbered = cast(dict[str, Where], with_rest(placement, config.num_devices))
+    for role, where in placement.items():
+        if where == REST and numbered[role] == str(config.num_devices):
+            raise GeometryError(
+                f"placement.{role}=rest is no device: the other roles name all of num_devices={config.num_devices}. "
+                f"Set num_devices={config.num_devices + 1}, or give them fewer"
+            )
+    return numbered
 
 
 def _train_device_set(placement: Mapping[str, Where], num_devices: int) -> DeviceSet:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from unirl.tracking.timing import Span
 from unirl.types.secrets import redacted
+
+if TYPE_CHECKING:
+    from unirl.tracking.timing import Span  # it imports torch, which readers of runs do without
 
 
 @dataclass(frozen=True, kw_only=True)

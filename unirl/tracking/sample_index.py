@@ -28,6 +28,9 @@ SEARCHED = 300
 MAX_STEPS = 16
 """Steps whose rows are kept after they were read."""
 
+MAX_QUERIES = 8
+"""Queries whose numbers are kept, for the later parts of a list."""
+
 
 @dataclass(frozen=True)
 class SampleQuery:
@@ -92,6 +95,13 @@ class SampleIndex:
         With the same `size`, a query gives the same numbers while further steps are read.
         """
         size = len(self) if size is None else min(size, len(self))
+        if (query, size) not in self._found:
+            if len(self._found) >= MAX_QUERIES:
+                self._found.popitem(last=False)
+            self._found[query, size] = self._search(query, size)
+        return self._found[query, size]
+
+    def _search(self, query: SampleQuery, size: int) -> np.ndarray:
         steps, rows, kinds = (np.array(column[:size]) for column in (self._steps, self._rows, self._kinds))
         score = self._rewards if not query.score else self._scores.get(query.score, array("d"))
         values = np.full(size, np.nan)
@@ -142,6 +152,7 @@ class SampleIndex:
 
     def _start(self) -> None:
         self._known: dict[tuple[Kind, int], object] = {}
+        self._found: OrderedDict[tuple[SampleQuery, int], np.ndarray] = OrderedDict()
         self._kinds, self._steps, self._rows = array("b"), array("q"), array("q")
         self._rewards = array("d")
         self._scores: dict[str, array[float]] = {}

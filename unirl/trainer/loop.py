@@ -138,7 +138,7 @@ class Trainer:
             self.evaluate()
         try:
             with self.state.saved_at_the_end():
-                self._generate_again()
+                self.generate_again()
                 self._steps()
         finally:
             self.generation.is_stopped = True
@@ -200,7 +200,7 @@ class Trainer:
         self.tracker.record(samples.waits)
         return samples
 
-    def _generate_again(self) -> None:
+    def generate_again(self) -> None:
         """Generate the steps that were under way when the checkpoint was saved, each from the weights it had then."""
         first = self.state.step
         for step in range(first, min(first + self.max_staleness, self.config.num_rollouts) if first else 0):

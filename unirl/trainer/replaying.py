@@ -109,13 +109,17 @@ def repeat(trainer: Trainer, start: StartPoint, step: int) -> RolloutResp:
     for learner in trainer.learners:
         for track in learner.tracks.values():
             track.choose_micro_batch()
-    while state.step < step:
-        with tracker.timers.phase("step"):
-            resp = trainer.produce(state.step)
-            if state.step + 1 < step:
-                trainer.learn(state.step, resp)
-        state.step += 1
-        tracker.log_step(state.step)
+    try:
+        trainer.generate_again()
+        while state.step < step:
+            with tracker.timers.phase("step"):
+                resp = trainer.produce(state.step)
+                if state.step + 1 < step:
+                    trainer.learn(state.step, resp)
+            state.step += 1
+            tracker.log_step(state.step)
+    finally:
+        trainer.generation.is_stopped = True
     tracker.flush()
     return resp
 

@@ -51,6 +51,7 @@ RESULT_NEUTRAL = (
     "allow_mixed_devices",
     "connect_timeout_s",
     "row_transport",
+    "transfer_queue",
     "stall_timeout_s",
     "parity",
     "backend.fsdp_cfg.activation_checkpointing",

@@ -14,10 +14,10 @@ import unirl
 from unirl.config.compose import ComposedConfig
 from unirl.config.errors import AddressError, DependencyError, IncompatibleError, InvalidValueError
 from unirl.config.failures import failure_of
+from unirl.config.live import TrackingConfig
 from unirl.config.load import Recipe, check
 from unirl.config.merge import ConfigLayer, Tree
 from unirl.config.overrides import command_line_layer
-from unirl.config.recipe import TrackingConfig
 from unirl.config.recipe_files import RecipeFile
 from unirl.plan.compatibility import KEPT_BY
 from unirl.plan.geometry import geometry_table

@@ -92,7 +92,7 @@ class SampleTile:
 def samples(library: RunLibrary, id: str, request: SamplesRequest) -> dict[str, object]:
     """A part of the samples that a filter finds, and how many it finds."""
     run = library.open(id)
-    with run.reading(tables=False, index=True) as record:
+    with run.reading(tables=False, index=request.size is None) as record:
         size = len(run.index) if request.size is None else request.size
         query = SampleQuery(
             kind=request.kind,

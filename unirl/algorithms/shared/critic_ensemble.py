@@ -51,7 +51,9 @@ class RunningNorm(nn.Module):
         self.register_buffer("variance", torch.ones(members, 1, width))
         self.register_buffer("count", torch.zeros(()))
 
-    def batch(self, x: Float[Tensor, "E N D"], scale: Tensor, shift: Tensor) -> Float[Tensor, "E N D"]:
+    def batch(
+        self, x: Float[Tensor, "E N D"], scale: Float[Tensor, "E 1 D"], shift: Float[Tensor, "E 1 D"]
+    ) -> Float[Tensor, "E N D"]:
         """Normalized by the statistics of the batch, which it adds to the running ones; then scaled and shifted."""
         running_mean, running_variance = self.get_buffer("mean"), self.get_buffer("variance")
         mean = x.mean(1, keepdim=True)
@@ -68,7 +70,9 @@ class RunningNorm(nn.Module):
         # One pass over x for all factors, which are as small as a row.
         return torch.addcmul(shift + d * scale, centered, r / std * scale)
 
-    def fixed(self, x: Float[Tensor, "E N D"], scale: Tensor, shift: Tensor) -> Float[Tensor, "E N D"]:
+    def fixed(
+        self, x: Float[Tensor, "E N D"], scale: Float[Tensor, "E 1 D"], shift: Float[Tensor, "E 1 D"]
+    ) -> Float[Tensor, "E N D"]:
         """Normalized by the running statistics; then scaled and shifted."""
         gain = scale / (self.get_buffer("variance") + EPSILON).sqrt()
         return torch.addcmul(shift - self.get_buffer("mean") * gain, x, gain)

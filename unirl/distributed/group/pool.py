@@ -22,6 +22,7 @@ from unirl.distributed.group.handle import Group, PendingCall, Remote
 from unirl.distributed.group.ray_pool import RayPool
 from unirl.distributed.group.worker import Worker
 from unirl.distributed.tensor.row_store import InProcessTransport, RowTransportName
+from unirl.distributed.tensor.transports import RowService
 from unirl.types.device import CPU, DeviceKind, accelerator, device_kind
 from unirl.types.progress import Heartbeat, heartbeat, reporting_to
 
@@ -145,6 +146,7 @@ def open_pool(
     deadline_s: float = 1800.0,
     row_transport: RowTransportName = "object_store",
     threads: int | None = None,
+    row_service: RowService | None = None,
 ) -> Pool:
     """Open the pool of a runtime. The caller closes it; until then workers of Ray stay, also without roles.
 
@@ -154,7 +156,16 @@ def open_pool(
         deadline_s: seconds that a call may take without progress.
         row_transport: how stored rows are sent between workers of Ray.
         threads: threads of each worker of Ray. None: an equal share of the cores of its machine.
+        row_service: carries the rows between workers of Ray. None: Ray's object store or a process group does.
     """
     if runtime == "local":
         return LocalPool(num_devices, num_updates, deadline_s)
-    return RayPool(num_devices, devices_per_node, num_updates, deadline_s, row_transport=row_transport, threads=threads)
+    return RayPool(
+        num_devices,
+        devices_per_node,
+        num_updates,
+        deadline_s,
+        row_transport=row_transport,
+        threads=threads,
+        row_service=row_service,
+    )

@@ -174,6 +174,15 @@ def end_without(gcs: int) -> None:
     os._exit(WorkerError.exit_status)
 
 
+def stop_listening() -> None:
+    """Print no errors of the cluster from here on, such as those of workers that this process is about to kill."""
+    from ray._private import worker
+
+    if worker.global_worker.connected:
+        worker.global_worker.threads_stopped.set()  # as ray.shutdown does, which ends the thread that prints
+        worker.global_worker.gcs_error_subscriber.close()
+
+
 def shut_down() -> None:
     """End the cluster that `start` started, by SIGKILL: its processes block SIGTERM, which Ray would send."""
     import ray

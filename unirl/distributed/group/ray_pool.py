@@ -20,11 +20,11 @@ from unirl.distributed.group.dispatch import Call, SplitCall, split_call
 from unirl.distributed.group.failures import ThreadStacks, WorkerFailure, first_cause, stall
 from unirl.distributed.group.handle import Group, PendingCall, Remote
 from unirl.distributed.group.lockstep import check_same_kind
-from unirl.distributed.group.ray_cluster import connect, lost_raylet, reserve, shut_down
+from unirl.distributed.group.ray_cluster import connect, lost_raylet, reserve, shut_down, stop_listening
 from unirl.distributed.group.ray_worker import ANSWER_S, WorkerLocation, WorkerRef, how_it_died
 from unirl.distributed.group.rendezvous import MARGIN_S, Rendezvous, named_rendezvous
 from unirl.distributed.tensor.row_store import RowTransportName
-from unirl.distributed.tensor.transports import plan_moves, workers_of
+from unirl.distributed.tensor.transports import RowConnection, RowService, plan_moves, workers_of
 from unirl.types.device import DeviceKind
 
 if TYPE_CHECKING:
@@ -126,6 +126,7 @@ class RayPool(Pool[RayGroup]):
         preload: tuple[str, ...] = LIBRARIES,
         row_transport: RowTransportName = "object_store",
         threads: int | None = None,
+        row_service: RowService | None = None,
     ) -> None:
         super().__init__(num_devices, num_updates, deadline_s)
         self.owns_ray = connect(num_devices)
@@ -137,10 +138,14 @@ class RayPool(Pool[RayGroup]):
         self.worker_refs: dict[WorkerLocation, WorkerRef] = {}
         self.row_transport = row_transport
         self.row_workers: set[str] = set()
+        self.row_service = row_service
+        self.connection: RowConnection | None = None
         self.submitting = threading.Lock()
         """Held by the thread that submits a call to the workers of a group."""
         try:
             self.reservation = reserve(num_devices, devices_per_node, threads)
+            if row_service is not None:
+                self.connection = row_service.start(num_devices)
         except BaseException:
             self._leave_ray()
             raise
@@ -170,7 +175,8 @@ class RayPool(Pool[RayGroup]):
         if location not in self.worker_refs:
             self.kill([worker for worker in self.worker_refs.values() if worker.location.device_owner == location])
             name = f"unirl-{os.getpid()}-{next(NUMBERS)}-{str(location).replace(' ', '-')}"
-            worker = WorkerRef.start(name, location, self.reservation, self._environment(location), self.deadline_s)
+            environment = self._environment(location)
+            worker = WorkerRef.start(name, location, self.reservation, environment, self.deadline_s, self.connection)
             if location.kind == "device" and self.preload:
                 worker.actor.preload.remote(self.preload)
             self.worker_refs[location] = worker
@@ -399,8 +405,12 @@ class RayPool(Pool[RayGroup]):
             return
         self.is_closed = True
         self.groups.clear()
+        if self.owns_ray:
+            stop_listening()
         self.kill(list(self.worker_refs.values()))
         self.join_threads(JOIN_S)
+        if self.row_service is not None:
+            self.row_service.stop()
         if not self.owns_ray:
             from ray.util.placement_group import remove_placement_group
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import unirl
 from unirl.distributed.group.ray_cluster import Reservation
 from unirl.distributed.group.worker import ProcessInfo, RemoteWorker, end_with_parent
+from unirl.distributed.tensor.transports import RowConnection
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -56,7 +57,12 @@ class WorkerRef:
 
     @staticmethod
     def start(
-        name: str, location: WorkerLocation, held: Reservation, environment: dict[str, str], deadline_s: float
+        name: str,
+        location: WorkerLocation,
+        held: Reservation,
+        environment: dict[str, str],
+        deadline_s: float,
+        connection: RowConnection | None = None,
     ) -> WorkerRef:
         """Start a worker. The first process of a device takes the device, all others take nothing."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -73,7 +79,7 @@ class WorkerRef:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(held.placement_group, bundle),
                 runtime_env={"env_vars": worker_environment(held.threads) | environment},
             )
-            .remote(name, str(location), has_device, deadline_s)
+            .remote(name, str(location), has_device, deadline_s, connection)
         )
         return WorkerRef(name, location, actor, actor.live.remote(), actor.about.remote())
 
@@ -115,9 +121,11 @@ def actor_class() -> ActorClass[RemoteWorker]:
     import ray
 
     class Actor(RemoteWorker):
-        def __init__(self, name: str, location: str, has_device: bool, deadline_s: float) -> None:
+        def __init__(
+            self, name: str, location: str, has_device: bool, deadline_s: float, connection: RowConnection | None
+        ) -> None:
             end_with_parent()
-            super().__init__(name, location, ray.util.get_node_ip_address(), has_device, deadline_s)
+            super().__init__(name, location, ray.util.get_node_ip_address(), has_device, deadline_s, connection)
 
         read = ray.method(concurrency_group="io")(RemoteWorker.read)
         stacks = ray.method(concurrency_group="io")(RemoteWorker.stacks)

@@ -20,8 +20,15 @@ from unirl.distributed.group.failures import ThreadStacks, WorkerFailure, stacks
 from unirl.distributed.group.handle import Remote
 from unirl.distributed.group.rank import RankInfo, running_as
 from unirl.distributed.group.rendezvous import Address, Rendezvous, host_store, leave_process_group
-from unirl.distributed.tensor.row_store import RowPayload, RowStore, RowTransport
-from unirl.distributed.tensor.transports import CollectiveTransport, Move, RayTransport
+from unirl.distributed.tensor.row_store import RowStore, RowTransport
+from unirl.distributed.tensor.transports import (
+    CollectiveTransport,
+    Move,
+    ObjectStoreCarrier,
+    RayTransport,
+    RowCarrier,
+    RowConnection,
+)
 from unirl.tracking.timing import peak_memory
 from unirl.types.device import CPU, DeviceKind, accelerator, device_kind, select, unusable_gpu
 from unirl.types.progress import Heartbeat, report_imports, reporting_to
@@ -92,19 +99,31 @@ class ProcessInfo:
 class RemoteWorker(Worker):
     """A worker in its own process. The driver calls `attempt`, which returns a WorkerFailure instead of raising."""
 
-    def __init__(self, name: str, place: str, host: str, has_device: bool, deadline_s: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        place: str,
+        host: str,
+        has_device: bool,
+        deadline_s: float,
+        connection: RowConnection | None = None,
+    ) -> None:
         """
         Args:
             place: the worker's location in error messages.
             host: the address of this machine for other workers.
             deadline_s: seconds that another worker may take to send rows.
+            connection: the service that carries rows. None: the object store of Ray does.
         """
         device = accelerator() if has_device else CPU
         why = unusable_gpu() if has_device else None
         if why is not None:
             raise UnsupportedEnvironmentError(f"{place} on {host}: {why}")
-        self.object_store = RayTransport(deadline_s)
-        super().__init__(name, device, self.object_store)
+        self.carrier: RowCarrier = ObjectStoreCarrier()
+        if connection is not None:
+            self.carrier = connection.carrier(name, host, deadline_s)
+        self.by_request = RayTransport(deadline_s, self.carrier)
+        super().__init__(name, device, self.by_request)
         select(device)
         self.place_name = place
         self.host = host
@@ -169,13 +188,13 @@ class RemoteWorker(Worker):
     def clear(self) -> None:
         """End all roles, free all stored rows and leave all groups. The process stays."""
         self.roles.clear()
-        self.store.transport = self.object_store
+        self.store.transport = self.by_request
         leave_process_group()
         super().clear()
 
-    def read(self, pieces: Sequence[StoredRows]) -> list[RowPayload]:
-        """Rows of this worker, for another worker."""
-        return self.store.read(pieces)
+    def read(self, pieces: Sequence[StoredRows]) -> object:
+        """Rows of this worker, as a parcel for the carrier of another worker."""
+        return self.carrier.send(self.store.read(pieces))
 
     def peak_memory(self) -> dict[str, float]:
         """The metrics `mem/*` of this process."""

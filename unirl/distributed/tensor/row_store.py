@@ -103,8 +103,8 @@ class RowStore:
         return take_rows(stored, list(piece.rows))
 
     def read(self, pieces: Sequence[StoredRows]) -> list[RowPayload]:
-        """The rows of pieces that are stored here, packed for another process."""
-        return [RowPayload(pack(compact(value)), is_on_accelerator(value)) for value in map(self.rows, pieces)]
+        """The rows of pieces that are stored here, without the rest of the values that they are part of."""
+        return [RowPayload(compact(value), is_on_accelerator(value)) for value in map(self.rows, pieces)]
 
     def _absent(self, piece: StoredRows) -> str:
         step, number = piece.key.split("/")

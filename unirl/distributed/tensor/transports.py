@@ -1,4 +1,4 @@
-"""Transports of rows between worker processes: through Ray's object store, or over a process group."""
+"""Transports of rows between worker processes: by request of the reader, or over a process group."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from datetime import timedelta
 from functools import partial
 from io import BytesIO
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from unirl.distributed.tensor.row_store import (
     as_bytes,
     by_owner,
     is_on_accelerator,
+    pack,
     remote_rows_in,
     unpack,
 )
@@ -33,15 +34,60 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 
-class RayTransport:
-    """Calls `read` of the owner's actor, which runs `RowStore.read` in parallel to the owner's present call."""
+class RowCarrier(Protocol):
+    """Takes rows from the worker that owns them to the worker that reads them. Each has a carrier of the same kind."""
 
-    def __init__(self, deadline_s: float) -> None:
+    def send(self, payloads: Sequence[RowPayload]) -> object:
+        """A parcel, which the owner sends to the reader in an answer of its actor."""
+
+    def receive(self, parcel: object) -> list[RowPayload]:
+        """The rows of a parcel, in order."""
+
+
+class ObjectStoreCarrier:
+    """The parcel is the rows themselves. Ray moves large answers through its object store."""
+
+    def send(self, payloads: Sequence[RowPayload]) -> object:
+        return [RowPayload(pack(payload.value), payload.on_accelerator) for payload in payloads]
+
+    def receive(self, parcel: object) -> list[RowPayload]:
+        assert isinstance(parcel, list)
+        return [RowPayload(unpack(payload.value), payload.on_accelerator) for payload in parcel]
+
+
+class RowConnection(Protocol):
+    """What a worker needs to take part in a service that carries rows. It is sent to every worker."""
+
+    def carrier(self, worker: str, host: str, deadline_s: float) -> RowCarrier:
+        """The carrier of a worker.
+
+        Args:
+            host: the address of the worker's machine for other workers.
+            deadline_s: seconds that a call of the service may take.
+        """
+
+
+class RowService(Protocol):
+    """A service beside the workers that carries rows, as a recipe chooses it."""
+
+    def start(self, num_devices: int) -> RowConnection:
+        """Start what runs beside the workers of the pool, or check that it runs."""
+
+    def stop(self) -> None:
+        """End what `start` started."""
+
+
+class RayTransport:
+    """Calls `read` of the owner's actor, which runs in parallel to the owner's present call, and unpacks the parcel."""
+
+    def __init__(self, deadline_s: float, carrier: RowCarrier) -> None:
         """
         Args:
             deadline_s: seconds that an owner may take to answer.
+            carrier: unpacks what the owner's carrier sent.
         """
         self.deadline_s = deadline_s
+        self.carrier = carrier
         self.actors: dict[str, ActorHandle] = {}
 
     def fetch(self, pieces: Sequence[StoredRows]) -> list[RowPayload]:
@@ -78,14 +124,14 @@ class RayTransport:
         from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
 
         try:
-            payloads: list[RowPayload] = ray.get(answer, timeout=max(end - monotonic(), 0.0))
+            parcel: object = ray.get(answer, timeout=max(end - monotonic(), 0.0))
         except GetTimeoutError as error:
             raise StallError(f"worker {owner!r} did not send its rows within {self.deadline_s:g} s") from error
         except (RayActorError, ObjectLostError) as error:
             raise LostWorkerError(f"worker {owner!r} died before it sent its rows: resume the run ({error})") from error
         except RayTaskError as error:
             raise error.cause from error
-        return [RowPayload(unpack(payload.value), payload.on_accelerator) for payload in payloads]
+        return self.carrier.receive(parcel)
 
 
 # Over a process group (gloo, NCCL). Both ends of a message must take part, so the driver plans: it reads from the

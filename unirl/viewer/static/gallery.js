@@ -3,7 +3,7 @@ import { get, mediaAddress, sampleLink } from "./api.js";
 import { el, field, number, say, select } from "./dom.js";
 import { head, list, put, reload } from "./head.js";
 
-const PART = 60, GAP = 10, SMALLEST = 170, KEPT_PARTS = 40;
+const PART = 60, MOST_ASKED = 3, GAP = 10, SMALLEST = 170, KEPT_PARTS = 40;
 const FILTERS = ["kind", "first_step", "last_step", "prompt", "score", "low", "high", "order"];
 
 export async function show(context) {
@@ -121,18 +121,20 @@ class Tiles {
   }
 
   async ask(part) {
-    if (this.asked.has(part)) return;
+    // Of the parts that fast scrolling passes, few are asked for: after each answer, those that are near the window then.
+    if (this.asked.has(part) || this.asked.size >= MOST_ASKED) return;
     this.asked.add(part);
     try {
       const found = await get(`/api/runs/${this.id}/samples`, { ...this.filter, offset: part * PART, limit: PART, size: this.size }, this.signal);
       this.parts.set(part, found.rows);
       while (this.parts.size > KEPT_PARTS) this.parts.delete(this.parts.keys().next().value);
-      this.draw();
     } catch (error) {
       if (!this.signal.aborted) say(error.message);
+      return;
     } finally {
       this.asked.delete(part);
     }
+    this.draw();
   }
 
   tile(row, n) {

@@ -1,0 +1,67 @@
+"""Simulated steps against closed forms, and against the runs that benchmarks/asynchronous.py measured."""
+
+import json
+from itertools import product
+
+import pytest
+
+from tests.source_tree import ROOT
+from unirl.plan.simulate import PhaseSeconds, Schedule, predict
+
+CASES = [(1.0, 1.0, 1.0), (4.0, 0.5, 2.0), (1.0, 3.0, 2.0), (0.5, 0.1, 5.0)]
+
+
+def step(generate, score, train, sync=0.25, **schedule) -> float:
+    seconds = PhaseSeconds(generate=generate, score=score, train=train, sync=sync)
+    return predict(Schedule(seconds=seconds, **schedule)).step_seconds
+
+
+def scored_after(generate: float, score: float, parts: int) -> float:
+    """When the last of `parts` equal parts has gone through both queues: a flow shop of two machines."""
+    return max(generate + score / parts, generate / parts + score)
+
+
+@pytest.mark.parametrize("seconds", CASES)
+@pytest.mark.parametrize("place", ["train", "rollout", "reward"])
+def test_in_turns_a_step_is_the_sum_of_its_phases(seconds, place):
+    assert step(*seconds, reward_place=place) == pytest.approx(sum(seconds) + 0.25)
+
+
+@pytest.mark.parametrize(("seconds", "parts", "staleness"), list(product(CASES, [1, 2, 8], [0, 1, 2, 3])))
+def test_the_step_is_the_largest_cycle_mean_of_the_loop(seconds, parts, staleness):
+    """Max-plus algebra: a period is the largest mean of a cycle of waits.
+
+    Sync and generation, sync and training, and scoring each wait for themselves in every step. The samples of a step
+    are synced, generated, scored and trained within k + 1 steps.
+    """
+    generate, score, train = seconds
+    whole = 0.25 + scored_after(generate, score, parts) + train
+    longest = max(0.25 + generate, 0.25 + train, score) if staleness else 0.0
+    expected = max(longest, whole / (staleness + 1))
+    assert step(*seconds, reward_parts=parts, max_staleness=staleness) == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("seconds", CASES)
+def test_a_reward_on_the_devices_of_the_engine_adds_to_its_work(seconds):
+    generate, score, train = seconds
+    measured = step(*seconds, max_staleness=2, reward_place="rollout")
+    assert measured == pytest.approx(max(0.25 + generate + score, 0.25 + train, (sum(seconds) + 0.25) / 3), rel=0.02)
+
+
+def test_the_bottleneck_is_the_place_that_never_rests():
+    seconds = PhaseSeconds(generate=4.0, score=0.1, train=2.0)
+    prediction = predict(Schedule(seconds=seconds, max_staleness=1, reward_parts=8))
+    assert prediction.bottleneck == "rollout"
+    assert prediction.busy["train"] == pytest.approx(2.0 / prediction.step_seconds)
+
+
+MEASURED = json.loads((ROOT / "benchmarks" / "asynchronous.json").read_text())["results"]
+
+
+@pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['case'][:8]}-{row['max_staleness']}")
+def test_runs_that_were_measured_are_predicted_within_15_percent(row):
+    generate, score, train = row["generate_s, score_s, train_s"]
+    predicted = step(
+        generate, score, train, sync=0.0, max_staleness=row["max_staleness"], reward_parts=row["reward_parts"]
+    )
+    assert predicted == pytest.approx(row["step_s"], rel=0.15)

@@ -1,0 +1,1 @@
+"""Services outside the workers that carry rows between them."""

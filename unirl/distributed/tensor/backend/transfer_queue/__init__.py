@@ -1,0 +1,1 @@
+"""Rows travel through a service: TransferQueue's storage actors, or a Mooncake store."""

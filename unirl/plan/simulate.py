@@ -1,0 +1,177 @@
+"""The time of a step in the long run, from the seconds of its phases: an event-driven simulation of the loop.
+
+It follows unirl/trainer/generation.py. In step s the loop waits until the engine is idle and sends it the weights W_s.
+The engine then generates step s + k in parts, and each part is scored as soon as it is generated. The loop waits for
+the samples and the scores of step s and trains on them. Devices do one thing at a time, in the order in which it was
+asked for. No process is started and nothing is measured here.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+Place = Literal["train", "rollout", "reward"]
+"""The devices of a role."""
+STEPS = 12
+"""Simulated steps. The first half, in which the queues fill, is not counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseSeconds:
+    """Seconds of each phase of a step, on the devices that it has."""
+
+    generate: float
+    score: float
+    train: float
+    sync: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The loop to simulate."""
+
+    seconds: PhaseSeconds
+    max_staleness: int = 0
+    reward_parts: int = 1
+    reward_place: Place = "reward"
+    """The devices that score: their own, or those of another role."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step in the long run."""
+
+    step_seconds: float
+    busy: dict[Place, float]
+    """The share of the step in which the devices of each role work."""
+
+    @property
+    def bottleneck(self) -> Place:
+        """The devices that work the largest share of a step."""
+        return max(self.busy, key=lambda place: self.busy[place])
+
+
+@dataclass(eq=False)
+class Event:
+    """Something that a task can wait for."""
+
+    is_done: bool = False
+    waiting: list[Task] = field(default_factory=list)
+
+
+Task = Generator[Event, None, None]
+"""A thread of the loop. It yields each event that it waits for."""
+
+
+@dataclass
+class Devices:
+    """The devices of a place: one queue, first come, first served."""
+
+    queue: deque[tuple[float, Event]] = field(default_factory=deque)
+    is_busy: bool = False
+    spans: list[tuple[float, float]] = field(default_factory=list)
+    """Begin and end of each piece of work."""
+
+
+class Simulation:
+    """A clock, the devices of every place, and the tasks that wait for them."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.places: dict[Place, Devices] = {"train": Devices(), "rollout": Devices(), "reward": Devices()}
+        self._ends: list[tuple[float, int, Place, Event]] = []
+        self._order = itertools.count()
+
+    def start(self, task: Task) -> Event:
+        """Run a task up to its first wait. Returns the event of its end."""
+        end = Event()
+        self._advance(self._with_end(task, end))
+        return end
+
+    def work(self, place: Place, seconds: float) -> Event:
+        """Ask the devices of a place for so many seconds of work. Returns the event of its end."""
+        event = Event()
+        self.places[place].queue.append((seconds, event))
+        self._serve(place)
+        return event
+
+    def run(self) -> None:
+        """Go on until nothing is left to do."""
+        while self._ends:
+            self.now, _, place, event = heapq.heappop(self._ends)
+            self.places[place].is_busy = False
+            self._finish(event)
+            self._serve(place)
+
+    def _serve(self, place: Place) -> None:
+        devices = self.places[place]
+        if devices.queue and not devices.is_busy:
+            seconds, event = devices.queue.popleft()
+            devices.is_busy = True
+            devices.spans.append((self.now, self.now + seconds))
+            heapq.heappush(self._ends, (self.now + seconds, next(self._order), place, event))
+
+    def _with_end(self, task: Task, end: Event) -> Task:
+        yield from task
+        self._finish(end)
+
+    def _advance(self, task: Task) -> None:
+        for event in task:
+            if not event.is_done:
+                event.waiting.append(task)
+                return
+
+    def _finish(self, event: Event) -> None:
+        event.is_done = True
+        for task in event.waiting:
+            self._advance(task)
+
+
+def predict(schedule: Schedule) -> Prediction:
+    """The mean time of a step of a long run, and how busy the devices are."""
+    simulation = Simulation()
+    ends: list[float] = []
+    simulation.start(_loop(simulation, schedule, ends))
+    simulation.run()
+    begin, end = ends[STEPS // 2 - 1], ends[-1]
+    busy = {place: _overlap(devices.spans, begin, end) for place, devices in simulation.places.items()}
+    return Prediction((end - begin) / (STEPS - STEPS // 2), busy)
+
+
+def _overlap(spans: Sequence[tuple[float, float]], begin: float, end: float) -> float:
+    """The share of the time from `begin` to `end` that the spans cover."""
+    return sum(max(0.0, min(last, end) - max(first, begin)) for first, last in spans) / max(end - begin, 1e-12)
+
+
+def _loop(simulation: Simulation, schedule: Schedule, ends: list[float]) -> Task:
+    """The loop of unirl/trainer/loop.py, of a run that goes on after the steps that are counted."""
+    generated: list[Event] = []
+    scores: list[list[Event]] = []
+    for step in range(STEPS):
+        if generated:
+            yield generated[-1]
+        yield simulation.work("rollout", schedule.seconds.sync)
+        newest = step + schedule.max_staleness
+        for _ in range(0 if step == 0 else newest, newest + 1):
+            previous = generated[-1] if generated else None
+            scores.append([])
+            generated.append(simulation.start(_generation(simulation, schedule, previous, scores[-1])))
+        yield generated[step]
+        yield from scores[step]
+        yield simulation.work("train", schedule.seconds.train)
+        ends.append(simulation.now)
+
+
+def _generation(simulation: Simulation, schedule: Schedule, previous: Event | None, scores: list[Event]) -> Task:
+    """The thread that generates one step after the one before it. The scores follow."""
+    if previous is not None:
+        yield previous
+    parts, seconds = schedule.reward_parts, schedule.seconds
+    for _ in range(parts):
+        yield simulation.work("rollout", seconds.generate / parts)
+        scores.append(simulation.work(schedule.reward_place, seconds.score / parts))

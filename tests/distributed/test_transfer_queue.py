@@ -28,7 +28,7 @@ from unirl.distributed.group.handle import Remote
 from unirl.distributed.group.ray_pool import RayPool
 from unirl.distributed.tensor.backend.transfer_queue import mooncake
 from unirl.distributed.tensor.backend.transfer_queue.mooncake import MooncakeBackend, ZeroCopy
-from unirl.distributed.tensor.backend.transfer_queue.runtime import Endpoint, endpoint, guarded
+from unirl.distributed.tensor.backend.transfer_queue.runtime import ServiceProcess, endpoint, guarded
 from unirl.distributed.tensor.backend.transfer_queue.simple import SimpleBackend
 from unirl.distributed.tensor.backend.transfer_queue.transport import BlockCarrier
 from unirl.distributed.tensor.row_store import RowPayload
@@ -91,7 +91,7 @@ def free_port() -> int:
 
 
 def test_a_service_that_is_gone_is_the_cause_and_one_that_is_there_is_not() -> None:
-    gone = Endpoint("storage", "127.0.0.1", free_port())
+    gone = ServiceProcess("storage", "127.0.0.1", free_port())
 
     def fail() -> None:
         raise RuntimeError("code -900")
@@ -100,7 +100,7 @@ def test_a_service_that_is_gone_is_the_cause_and_one_that_is_there_is_not() -> N
         guarded("w0 sent rows", fail, [gone], 5.0)
     assert "code -900" in str(e.value.__cause__)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        there = Endpoint("storage", *listener.getsockname()[:2])
+        there = ServiceProcess("storage", *listener.getsockname()[:2])
         with pytest.raises(RuntimeError, match="code -900"):
             guarded("w0 sent rows", fail, [there], 5.0)
         with pytest.raises(StallError, match=r"w0 sent rows took more than 0.1 s, .* storage at"):
@@ -114,8 +114,8 @@ def test_an_address_without_host_and_port_is_refused(address) -> None:
 
 
 def test_addresses_of_the_published_page_are_read() -> None:
-    assert endpoint("m", "k", "http://10.0.0.1:8080/metadata") == Endpoint("m", "10.0.0.1", 8080)
-    assert endpoint("m", "k", "[::1]:50051") == Endpoint("m", "::1", 50051)
+    assert endpoint("m", "k", "http://10.0.0.1:8080/metadata") == ServiceProcess("m", "10.0.0.1", 8080)
+    assert endpoint("m", "k", "[::1]:50051") == ServiceProcess("m", "::1", 50051)
 
 
 def test_a_node_without_infiniband_says_what_to_set(tmp_path, monkeypatch) -> None:

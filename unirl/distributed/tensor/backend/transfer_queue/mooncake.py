@@ -15,7 +15,7 @@ from torch import Tensor
 
 from unirl.config.dependencies import need
 from unirl.config.errors import ResourceError, UnsupportedEnvironmentError, WorkerError
-from unirl.distributed.tensor.backend.transfer_queue.runtime import Endpoint, check_listening, endpoint
+from unirl.distributed.tensor.backend.transfer_queue.runtime import ServiceProcess, check_listening, endpoint
 from unirl.distributed.tensor.backend.transfer_queue.transport import BlockCarrier
 
 SETTING = "transfer_queue=mooncake"
@@ -81,7 +81,7 @@ class MooncakeBackend:
     def stop(self) -> None:
         """Nothing: memory of a worker ends with the worker, and the processes of Mooncake are the user's."""
 
-    def processes(self) -> dict[str, Endpoint]:
+    def processes(self) -> dict[str, ServiceProcess]:
         """The processes of Mooncake by the keys that name them. Those of etcd are its own affair."""
         master = "transfer_queue.master_server_address"
         found = {master: endpoint("mooncake_master", master, self.master_server_address)}
@@ -112,7 +112,7 @@ class MooncakeConnection:
     """What a worker needs to join the store."""
 
     backend: MooncakeBackend
-    processes: tuple[Endpoint, ...]
+    processes: tuple[ServiceProcess, ...]
     segment_bytes: int
     """Memory that each worker gives to the store."""
 
@@ -128,7 +128,7 @@ class MooncakeClient:
 
     def __init__(self, connection: MooncakeConnection, host: str) -> None:
         backend = connection.backend
-        self.processes: Sequence[Endpoint] = connection.processes
+        self.processes: Sequence[ServiceProcess] = connection.processes
         self.zero_copy = backend.zero_copy
         self.part_bytes = int(backend.zero_copy.tensor_buffer_size_gb * GIB)
         address = os.environ.get("LOCAL_IP") or host

@@ -21,7 +21,7 @@ PROBE_S = 1.0
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class ServiceProcess:
     """A process of the service, by its role and the place where it listens."""
 
     name: str
@@ -40,7 +40,7 @@ class Endpoint:
         return None
 
 
-def endpoint(name: str, key: str, address: str) -> Endpoint:
+def endpoint(name: str, key: str, address: str) -> ServiceProcess:
     """The process at `HOST:PORT` or `http://HOST:PORT/...`, the value of a key.
 
     Raises:
@@ -50,17 +50,17 @@ def endpoint(name: str, key: str, address: str) -> Endpoint:
     host, _, port = place.partition("/")[0].rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise InvalidValueError(f"{key}={address} is not HOST:PORT, as `mooncake_master` prints it when it starts")
-    return Endpoint(name, host.strip("[]"), int(port))
+    return ServiceProcess(name, host.strip("[]"), int(port))
 
 
-def check_listening(key: str, process: Endpoint, way_out: str) -> None:
+def check_listening(key: str, process: ServiceProcess, way_out: str) -> None:
     """Raises DependencyError (3003) when nothing listens at the address that a key gives."""
     refusal = process.refusal()
     if refusal is not None:
         raise AddressError(f"{key}: no {process} ({refusal}). {way_out}")
 
 
-def guarded(what: str, work: Callable[[], T], processes: Sequence[Endpoint], deadline_s: float) -> T:
+def guarded(what: str, work: Callable[[], T], processes: Sequence[ServiceProcess], deadline_s: float) -> T:
     """The result of a call of the service, which runs in a thread of its own.
 
     Args:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unirl.config.dependencies import need
 from unirl.config.errors import IncompatibleError
-from unirl.distributed.tensor.backend.transfer_queue.runtime import Endpoint
+from unirl.distributed.tensor.backend.transfer_queue.runtime import ServiceProcess
 from unirl.distributed.tensor.backend.transfer_queue.transport import BlockCarrier
 
 SETTING = "transfer_queue=simple"
@@ -61,7 +61,7 @@ class SimpleBackend:
         servers = {"controller of TransferQueue": config.controller.zmq_info}
         servers |= {f"storage {name}": info for name, info in config.backend.SimpleStorage.zmq_info.items()}
         return SimpleConnection(
-            tuple(Endpoint(name, info.ip, int(next(iter(info.ports.values())))) for name, info in servers.items())
+            tuple(ServiceProcess(name, info.ip, int(next(iter(info.ports.values())))) for name, info in servers.items())
         )
 
     def stop(self) -> None:
@@ -75,7 +75,7 @@ class SimpleBackend:
 class SimpleConnection:
     """What a worker needs to find the actors."""
 
-    processes: tuple[Endpoint, ...]
+    processes: tuple[ServiceProcess, ...]
 
     def carrier(self, worker: str, host: str, deadline_s: float) -> BlockCarrier:
         """Carries the rows of a worker."""
@@ -85,7 +85,7 @@ class SimpleConnection:
 class SimpleClient:
     """The client of TransferQueue in a worker."""
 
-    def __init__(self, processes: Sequence[Endpoint]) -> None:
+    def __init__(self, processes: Sequence[ServiceProcess]) -> None:
         import transfer_queue
 
         transfer_queue.init()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
-from unirl.distributed.tensor.backend.transfer_queue.runtime import Endpoint, guarded
+from unirl.distributed.tensor.backend.transfer_queue.runtime import ServiceProcess, guarded
 from unirl.distributed.tensor.row_store import RowPayload, as_bytes
 from unirl.types.batch import map_value
 
@@ -27,7 +27,7 @@ class BlockService(Protocol):
     """A client of the service in one worker. Methods may be called by several threads."""
 
     @property
-    def processes(self) -> Sequence[Endpoint]:
+    def processes(self) -> Sequence[ServiceProcess]:
         """The processes without which it does not work."""
 
     def put(self, key: str, block: Tensor) -> None:

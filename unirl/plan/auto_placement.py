@@ -30,6 +30,8 @@ PARTS = (1, 8)
 """Values of `reward_parts` to try."""
 EVERY_SPLIT = 16
 """With more devices, only some sizes of device sets are tried."""
+WORTHWHILE = 0.99
+"""A schedule is proposed if its step takes at most this share of the time of a simpler one."""
 MAX_TRIES = 40
 """Candidates that are loaded as a recipe and checked, the fastest first."""
 
@@ -169,7 +171,7 @@ def candidates(config: RecipeConfig, measured: MeasuredStep, num_devices: int) -
 def _of_layout(
     plan: PlacementPlan, measured: MeasuredStep, num_train: int, num_rollout: int, num_reward: int
 ) -> Iterator[Candidate]:
-    """The schedules of one layout.
+    """The schedules of one layout. Older samples and more parts are tried only where they save time.
 
     Args:
         num_rollout: 0 = the engine takes turns with the trainer on its devices.
@@ -180,11 +182,15 @@ def _of_layout(
     scoring = len(plan.reward) if outside else num_reward or num_rollout or num_train
     turns: Literal["shared", "in turns"] = "in turns" if num_rollout or place == "reward" else "shared"
     seconds = measured.on(num_train, num_rollout or num_train, scoring)
+    fastest = math.inf
     for staleness in range(MAX_STALENESS + 1) if num_rollout else [0]:
         for parts in PARTS if place == "reward" else [1]:
             schedule = Schedule(seconds=seconds, max_staleness=staleness, reward_parts=parts, reward_place=place)
-            words = _words(plan, num_train, num_rollout, num_reward, schedule)
-            yield Candidate(words, predict(schedule), "ahead" if staleness else turns)
+            prediction = predict(schedule)
+            if prediction.step_seconds < WORTHWHILE * fastest:
+                fastest = prediction.step_seconds
+                words = _words(plan, num_train, num_rollout, num_reward, schedule)
+                yield Candidate(words, prediction, "ahead" if staleness else turns)
 
 
 def _words(
@@ -206,7 +212,7 @@ def _words(
 
 
 def _sizes(num_devices: int) -> list[int]:
-    """Sizes of a device set that leaves a device for another one: all, or of many devices powers of two and the rest."""
+    """Sizes of a device set that leaves a device for another one: all; of many, powers of two and what these leave."""
     if num_devices <= EVERY_SPLIT:
         return list(range(1, num_devices))
     powers = [2**power for power in range((num_devices - 1).bit_length())]

@@ -21,7 +21,7 @@ from pathlib import Path
 from asynchronous import PROMPTS, SAMPLES, step_seconds
 
 from unirl.plan.auto_placement import MeasuredStep
-from unirl.plan.simulate import PhaseSeconds, Schedule, predict
+from unirl.plan.simulate import LoopSchedule, PhaseSeconds, predict
 from unirl.tracking.tables import read_rows
 
 
@@ -81,7 +81,7 @@ def main(seconds: float, steps: int, path: str | None) -> None:
                 measured = MeasuredStep(
                     seconds=phases_of(folder), num_rows=PROMPTS * SAMPLES, num_train=1, num_rollout=1, num_reward=1
                 )
-            schedule = Schedule(
+            schedule = LoopSchedule(
                 seconds=measured.on(layout.num_train, layout.num_rollout, 1),
                 max_staleness=layout.max_staleness,
                 reward_parts=layout.reward_parts,

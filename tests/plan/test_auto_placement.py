@@ -17,6 +17,13 @@ SEPARATE = "diffusion/sd3_replica_lora_separate"
 SECONDS = PhaseSeconds(generate=4.0, score=1.0, train=2.0, sync=0.1)
 
 
+def test_an_older_sample_is_proposed_only_where_it_saves_time():
+    config = load(SEPARATE).config
+    measured = replace(measured_on(config, SECONDS), seconds=replace(SECONDS, train=40.0))
+    ages = {each.words[2]: each.prediction.step_seconds for each in candidates(config, measured, 2)}
+    assert list(ages) == ["asynchronous.max_staleness=0", "asynchronous.max_staleness=1"]
+
+
 def test_seconds_scale_with_the_rows_of_the_fullest_device():
     measured = MeasuredStep(seconds=SECONDS, num_rows=10, num_train=1, num_rollout=2, num_reward=1)
     scaled = measured.on(4, 4, 1)

@@ -6,14 +6,14 @@ from itertools import product
 import pytest
 
 from tests.source_tree import ROOT
-from unirl.plan.simulate import PhaseSeconds, Schedule, predict
+from unirl.plan.simulate import LoopSchedule, PhaseSeconds, predict
 
 CASES = [(1.0, 1.0, 1.0), (4.0, 0.5, 2.0), (1.0, 3.0, 2.0), (0.5, 0.1, 5.0)]
 
 
 def step(generate, score, train, sync=0.25, **schedule) -> float:
     seconds = PhaseSeconds(generate=generate, score=score, train=train, sync=sync)
-    return predict(Schedule(seconds=seconds, **schedule)).step_seconds
+    return predict(LoopSchedule(seconds=seconds, **schedule)).step_seconds
 
 
 def scored_after(generate: float, score: float, parts: int) -> float:
@@ -50,7 +50,7 @@ def test_a_reward_on_the_devices_of_the_engine_adds_to_its_work(seconds):
 
 def test_the_bottleneck_is_the_place_that_never_rests():
     seconds = PhaseSeconds(generate=4.0, score=0.1, train=2.0)
-    prediction = predict(Schedule(seconds=seconds, max_staleness=1, reward_parts=8))
+    prediction = predict(LoopSchedule(seconds=seconds, max_staleness=1, reward_parts=8))
     assert prediction.bottleneck == "rollout"
     assert prediction.busy["train"] == pytest.approx(2.0 / prediction.step_seconds)
 

@@ -16,7 +16,7 @@ from unirl.cli.check import checked
 from unirl.config.errors import ArgumentError, IncompatibleError, NotFoundError
 from unirl.config.merge import get
 from unirl.config.recipe import RecipeConfig
-from unirl.plan.auto_placement import Candidate, MeasuredStep, best_placements, measured_on
+from unirl.plan.auto_placement import MeasuredStep, PlacementCandidate, best_placements, measured_on
 from unirl.plan.devices import device_named
 from unirl.plan.simulate import PhaseSeconds
 from unirl.tracking.tables import read_rows
@@ -46,7 +46,7 @@ def show_placements(name: str, overrides: Sequence[str], options: Namespace) -> 
     return 0
 
 
-def _line(candidate: Candidate) -> str:
+def _line(candidate: PlacementCandidate) -> str:
     peak = "" if candidate.peak_gib is None else f"; peak {candidate.peak_gib:,.1f} GiB"
     step = candidate.prediction.step_seconds
     return f"{step:.3g} s a step: {candidate.reason}{peak}\n   {shlex.join(candidate.words)}"

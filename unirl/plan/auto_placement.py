@@ -21,7 +21,7 @@ from unirl.plan.fit import moment_peaks, usable
 from unirl.plan.micro_batch import with_auto_micro
 from unirl.plan.placement import PlacementPlan, plan_of
 from unirl.plan.preflight import preflight
-from unirl.plan.simulate import PhaseSeconds, Place, Prediction, Schedule, predict
+from unirl.plan.simulate import LoopSchedule, PhaseSeconds, Place, Prediction, predict
 from unirl.plan.sizes import sizes_of_policies
 from unirl.plan.tiling import with_auto_tiling
 
@@ -30,6 +30,8 @@ PARTS = (1, 8)
 """Values of `reward_parts` to try."""
 EVERY_SPLIT = 16
 """With more devices, only some sizes of device sets are tried."""
+WORTHWHILE = 0.99
+"""A schedule is proposed if its step takes at most this share of the time of a simpler one."""
 MAX_TRIES = 40
 """Candidates that are loaded as a recipe and checked, the fastest first."""
 
@@ -71,7 +73,7 @@ def measured_on(config: RecipeConfig, seconds: PhaseSeconds) -> MeasuredStep:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PlacementCandidate:
     """A placement with its schedule, and the step that it predicts."""
 
     words: tuple[str, ...]
@@ -104,7 +106,7 @@ class Candidate:
 
 def best_placements(
     recipe: Recipe, words: Sequence[str], measured: MeasuredStep, num_devices: int, device: Device, count: int = 5
-) -> list[Candidate]:
+) -> list[PlacementCandidate]:
     """The fastest placements that are legal and fit a device, the fastest first.
 
     Args:
@@ -117,7 +119,7 @@ def best_placements(
     if len(recipe.policies) > 1:
         raise IncompatibleError(f"{recipe.file.name} has several policies, and --auto places one. Place them by hand")
     ordered = sorted(candidates(recipe.config, measured, num_devices), key=lambda each: each.prediction.step_seconds)
-    found: list[Candidate] = []
+    found: list[PlacementCandidate] = []
     refusals: list[str] = []
     for candidate in ordered:
         if len(found) == count or len(found) + len(refusals) == MAX_TRIES:
@@ -148,7 +150,7 @@ def _peak_of(recipe: Recipe, words: Sequence[str], device: Device) -> float | No
     return max(moment_peaks(run, run.settings).values())
 
 
-def candidates(config: RecipeConfig, measured: MeasuredStep, num_devices: int) -> Iterator[Candidate]:
+def candidates(config: RecipeConfig, measured: MeasuredStep, num_devices: int) -> Iterator[PlacementCandidate]:
     """Every placement of `num_devices` whose updates divide, with its predicted step."""
     plan = plan_of(config)
     sizes = _sizes(num_devices)
@@ -168,8 +170,8 @@ def candidates(config: RecipeConfig, measured: MeasuredStep, num_devices: int) -
 
 def _of_layout(
     plan: PlacementPlan, measured: MeasuredStep, num_train: int, num_rollout: int, num_reward: int
-) -> Iterator[Candidate]:
-    """The schedules of one layout.
+) -> Iterator[PlacementCandidate]:
+    """The schedules of one layout. Older samples and more parts are tried only where they save time.
 
     Args:
         num_rollout: 0 = the engine takes turns with the trainer on its devices.
@@ -180,15 +182,19 @@ def _of_layout(
     scoring = len(plan.reward) if outside else num_reward or num_rollout or num_train
     turns: Literal["shared", "in turns"] = "in turns" if num_rollout or place == "reward" else "shared"
     seconds = measured.on(num_train, num_rollout or num_train, scoring)
+    fastest = math.inf
     for staleness in range(MAX_STALENESS + 1) if num_rollout else [0]:
         for parts in PARTS if place == "reward" else [1]:
-            schedule = Schedule(seconds=seconds, max_staleness=staleness, reward_parts=parts, reward_place=place)
-            words = _words(plan, num_train, num_rollout, num_reward, schedule)
-            yield Candidate(words, predict(schedule), "ahead" if staleness else turns)
+            schedule = LoopSchedule(seconds=seconds, max_staleness=staleness, reward_parts=parts, reward_place=place)
+            prediction = predict(schedule)
+            if prediction.step_seconds < WORTHWHILE * fastest:
+                fastest = prediction.step_seconds
+                words = _words(plan, num_train, num_rollout, num_reward, schedule)
+                yield PlacementCandidate(words, prediction, "ahead" if staleness else turns)
 
 
 def _words(
-    plan: PlacementPlan, num_train: int, num_rollout: int, num_reward: int, schedule: Schedule
+    plan: PlacementPlan, num_train: int, num_rollout: int, num_reward: int, schedule: LoopSchedule
 ) -> tuple[str, ...]:
     """What sets a layout and its schedule on the command line."""
     total = num_train + num_rollout + num_reward
@@ -206,7 +212,7 @@ def _words(
 
 
 def _sizes(num_devices: int) -> list[int]:
-    """Sizes of a device set that leaves a device for another one: all; of many devices, powers of two and the rest."""
+    """Sizes of a device set that leaves a device for another one: all; of many, powers of two and what these leave."""
     if num_devices <= EVERY_SPLIT:
         return list(range(1, num_devices))
     powers = [2**power for power in range((num_devices - 1).bit_length())]

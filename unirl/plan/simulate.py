@@ -32,7 +32,7 @@ class PhaseSeconds:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class LoopSchedule:
     """The loop to simulate."""
 
     seconds: PhaseSeconds
@@ -57,22 +57,22 @@ class Prediction:
 
 
 @dataclass(eq=False)
-class Event:
+class Completion:
     """Something that a task can wait for."""
 
     is_done: bool = False
     waiting: list[Task] = field(default_factory=list)
 
 
-Task = Generator[Event, None, None]
+Task = Generator[Completion, None, None]
 """A thread of the loop. It yields each event that it waits for."""
 
 
 @dataclass
-class Devices:
+class PlaceQueue:
     """The devices of a place: one queue, first come, first served."""
 
-    queue: deque[tuple[float, Event]] = field(default_factory=deque)
+    queue: deque[tuple[float, Completion]] = field(default_factory=deque)
     is_busy: bool = False
     spans: list[tuple[float, float]] = field(default_factory=list)
     """Begin and end of each piece of work."""
@@ -83,19 +83,19 @@ class Simulation:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.places: dict[Place, Devices] = {"train": Devices(), "rollout": Devices(), "reward": Devices()}
-        self._ends: list[tuple[float, int, Place, Event]] = []
+        self.places: dict[Place, PlaceQueue] = {"train": PlaceQueue(), "rollout": PlaceQueue(), "reward": PlaceQueue()}
+        self._ends: list[tuple[float, int, Place, Completion]] = []
         self._order = itertools.count()
 
-    def start(self, task: Task) -> Event:
+    def start(self, task: Task) -> Completion:
         """Run a task up to its first wait. Returns the event of its end."""
-        end = Event()
+        end = Completion()
         self._advance(self._with_end(task, end))
         return end
 
-    def work(self, place: Place, seconds: float) -> Event:
+    def work(self, place: Place, seconds: float) -> Completion:
         """Ask the devices of a place for so many seconds of work. Returns the event of its end."""
-        event = Event()
+        event = Completion()
         self.places[place].queue.append((seconds, event))
         self._serve(place)
         return event
@@ -116,7 +116,7 @@ class Simulation:
             devices.spans.append((self.now, self.now + seconds))
             heapq.heappush(self._ends, (self.now + seconds, next(self._order), place, event))
 
-    def _with_end(self, task: Task, end: Event) -> Task:
+    def _with_end(self, task: Task, end: Completion) -> Task:
         yield from task
         self._finish(end)
 
@@ -126,13 +126,13 @@ class Simulation:
                 event.waiting.append(task)
                 return
 
-    def _finish(self, event: Event) -> None:
+    def _finish(self, event: Completion) -> None:
         event.is_done = True
         for task in event.waiting:
             self._advance(task)
 
 
-def predict(schedule: Schedule) -> Prediction:
+def predict(schedule: LoopSchedule) -> Prediction:
     """The mean time of a step of a long run, and how busy the devices are."""
     simulation = Simulation()
     ends: list[float] = []
@@ -148,10 +148,10 @@ def _overlap(spans: Sequence[tuple[float, float]], begin: float, end: float) -> 
     return sum(max(0.0, min(last, end) - max(first, begin)) for first, last in spans) / max(end - begin, 1e-12)
 
 
-def _loop(simulation: Simulation, schedule: Schedule, ends: list[float]) -> Task:
+def _loop(simulation: Simulation, schedule: LoopSchedule, ends: list[float]) -> Task:
     """The loop of unirl/trainer/loop.py, of a run that goes on after the steps that are counted."""
-    generated: list[Event] = []
-    scores: list[list[Event]] = []
+    generated: list[Completion] = []
+    scores: list[list[Completion]] = []
     for step in range(STEPS):
         if generated:
             yield generated[-1]
@@ -167,7 +167,9 @@ def _loop(simulation: Simulation, schedule: Schedule, ends: list[float]) -> Task
         ends.append(simulation.now)
 
 
-def _generation(simulation: Simulation, schedule: Schedule, previous: Event | None, scores: list[Event]) -> Task:
+def _generation(
+    simulation: Simulation, schedule: LoopSchedule, previous: Completion | None, scores: list[Completion]
+) -> Task:
     """The thread that generates one step after the one before it. The scores follow."""
     if previous is not None:
         yield previous

@@ -57,14 +57,14 @@ class Prediction:
 
 
 @dataclass(eq=False)
-class Completion:
+class WorkEnd:
     """Something that a task can wait for."""
 
     is_done: bool = False
     waiting: list[Task] = field(default_factory=list)
 
 
-Task = Generator[Completion, None, None]
+Task = Generator[WorkEnd, None, None]
 """A thread of the loop. It yields each event that it waits for."""
 
 
@@ -72,7 +72,7 @@ Task = Generator[Completion, None, None]
 class PlaceQueue:
     """The devices of a place: one queue, first come, first served."""
 
-    queue: deque[tuple[float, Completion]] = field(default_factory=deque)
+    queue: deque[tuple[float, WorkEnd]] = field(default_factory=deque)
     is_busy: bool = False
     spans: list[tuple[float, float]] = field(default_factory=list)
     """Begin and end of each piece of work."""
@@ -84,18 +84,18 @@ class Simulation:
     def __init__(self) -> None:
         self.now = 0.0
         self.places: dict[Place, PlaceQueue] = {"train": PlaceQueue(), "rollout": PlaceQueue(), "reward": PlaceQueue()}
-        self._ends: list[tuple[float, int, Place, Completion]] = []
+        self._ends: list[tuple[float, int, Place, WorkEnd]] = []
         self._order = itertools.count()
 
-    def start(self, task: Task) -> Completion:
+    def start(self, task: Task) -> WorkEnd:
         """Run a task up to its first wait. Returns the event of its end."""
-        end = Completion()
+        end = WorkEnd()
         self._advance(self._with_end(task, end))
         return end
 
-    def work(self, place: Place, seconds: float) -> Completion:
+    def work(self, place: Place, seconds: float) -> WorkEnd:
         """Ask the devices of a place for so many seconds of work. Returns the event of its end."""
-        event = Completion()
+        event = WorkEnd()
         self.places[place].queue.append((seconds, event))
         self._serve(place)
         return event
@@ -116,7 +116,7 @@ class Simulation:
             devices.spans.append((self.now, self.now + seconds))
             heapq.heappush(self._ends, (self.now + seconds, next(self._order), place, event))
 
-    def _with_end(self, task: Task, end: Completion) -> Task:
+    def _with_end(self, task: Task, end: WorkEnd) -> Task:
         yield from task
         self._finish(end)
 
@@ -126,7 +126,7 @@ class Simulation:
                 event.waiting.append(task)
                 return
 
-    def _finish(self, event: Completion) -> None:
+    def _finish(self, event: WorkEnd) -> None:
         event.is_done = True
         for task in event.waiting:
             self._advance(task)
@@ -150,8 +150,8 @@ def _overlap(spans: Sequence[tuple[float, float]], begin: float, end: float) -> 
 
 def _loop(simulation: Simulation, schedule: LoopSchedule, ends: list[float]) -> Task:
     """The loop of unirl/trainer/loop.py, of a run that goes on after the steps that are counted."""
-    generated: list[Completion] = []
-    scores: list[list[Completion]] = []
+    generated: list[WorkEnd] = []
+    scores: list[list[WorkEnd]] = []
     for step in range(STEPS):
         if generated:
             yield generated[-1]
@@ -168,7 +168,7 @@ def _loop(simulation: Simulation, schedule: LoopSchedule, ends: list[float]) -> 
 
 
 def _generation(
-    simulation: Simulation, schedule: LoopSchedule, previous: Completion | None, scores: list[Completion]
+    simulation: Simulation, schedule: LoopSchedule, previous: WorkEnd | None, scores: list[WorkEnd]
 ) -> Task:
     """The thread that generates one step after the one before it. The scores follow."""
     if previous is not None:

@@ -21,6 +21,7 @@ from unirl.config.errors import (
     IncompatibleError,
     InvalidValueError,
     LostWorkerError,
+    ResourceError,
     StallError,
     UnsupportedEnvironmentError,
 )
@@ -230,6 +231,13 @@ def asked(count: int) -> Shots:
     """Ids of pictures."""
     empty = torch.zeros(count, 1)
     return Shots(ids=torch.arange(count), pixels=empty, pids=torch.zeros(count, dtype=torch.int64))
+
+
+@needs_mooncake
+@pytest.mark.slow
+def test_a_cluster_without_room_for_the_storage_is_refused(ray_session) -> None:
+    with pytest.raises(ResourceError, match=r"takes 5001 CPU slots of the Ray cluster, and \d+ are free"):
+        SimpleBackend(num_units=5000).start(1)
 
 
 @needs_mooncake

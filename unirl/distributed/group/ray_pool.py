@@ -129,7 +129,7 @@ class RayPool(Pool[RayGroup]):
         row_service: RowService | None = None,
     ) -> None:
         super().__init__(num_devices, num_updates, deadline_s)
-        self.owns_ray = connect(num_devices)
+        self.owns_ray = connect(num_devices + (0 if row_service is None else row_service.num_slots))
         self.preload = preload
         self.is_closed = False
         self.learned = LearnedDeadlines()
@@ -143,10 +143,11 @@ class RayPool(Pool[RayGroup]):
         self.submitting = threading.Lock()
         """Held by the thread that submits a call to the workers of a group."""
         try:
-            self.reservation = reserve(num_devices, devices_per_node, threads)
-            if row_service is not None:
+            if row_service is not None:  # before the devices, which may be all slots of the cluster that are left
                 self.connection = row_service.start(num_devices)
+            self.reservation = reserve(num_devices, devices_per_node, threads)
         except BaseException:
+            self._stop_row_service()
             self._leave_ray()
             raise
 
@@ -409,13 +410,17 @@ class RayPool(Pool[RayGroup]):
             stop_listening()
         self.kill(list(self.worker_refs.values()))
         self.join_threads(JOIN_S)
-        if self.row_service is not None:
-            self.row_service.stop()
+        self._stop_row_service()
         if not self.owns_ray:
             from ray.util.placement_group import remove_placement_group
 
             remove_placement_group(self.reservation.placement_group)
         self._leave_ray()
+
+    def _stop_row_service(self) -> None:
+        """End the service that carries rows, if this pool started one."""
+        if self.row_service is not None and self.connection is not None:
+            self.row_service.stop()
 
     def _leave_ray(self) -> None:
         if self.owns_ray:

@@ -70,6 +70,10 @@ class RowConnection(Protocol):
 class RowService(Protocol):
     """A service beside the workers that carries rows, as a recipe chooses it."""
 
+    @property
+    def num_slots(self) -> int:
+        """CPU slots of the Ray cluster that it takes, beside those of the workers."""
+
     def start(self, num_devices: int) -> RowConnection:
         """Start what runs beside the workers of the pool, or check that it runs."""
 

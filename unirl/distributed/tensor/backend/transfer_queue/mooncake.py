@@ -65,6 +65,11 @@ class MooncakeBackend:
     """RDMA devices of a node, separated by commas; absent = all in /sys/class/infiniband."""
     zero_copy: ZeroCopy = ZeroCopy()
 
+    @property
+    def num_slots(self) -> int:
+        """None: its processes are outside Ray."""
+        return 0
+
     def start(self, num_devices: int) -> MooncakeConnection:
         """Look for the processes of Mooncake, which the user starts.
 

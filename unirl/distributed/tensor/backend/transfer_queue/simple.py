@@ -12,7 +12,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from unirl.config.dependencies import need
-from unirl.config.errors import IncompatibleError
+from unirl.config.errors import IncompatibleError, ResourceError
 from unirl.distributed.tensor.backend.transfer_queue.runtime import ServiceProcess
 from unirl.distributed.tensor.backend.transfer_queue.transport import BlockCarrier
 
@@ -33,12 +33,18 @@ class SimpleBackend:
     unit_size: Annotated[int, Meta(ge=1)] = 1024
     """Parcels that one storage actor has room for. A parcel is what one worker sends to another at once."""
 
+    @property
+    def num_slots(self) -> int:
+        """One for each storage actor and one for the controller."""
+        return self.num_units + 1
+
     def start(self, num_devices: int) -> SimpleConnection:
         """Start the actors of TransferQueue in the Ray cluster of this process.
 
         Raises:
             DependencyError: 3001 when TransferQueue is not installed.
             ConfigError: 2020 when another run uses TransferQueue in the same Ray cluster.
+            ResourceError: 5001 when the cluster has too few CPU slots, for which TransferQueue would wait forever.
         """
         need("transfer_queue", "tensordict", by=SETTING, extra="transfer-queue")
         if _controller_exists():
@@ -47,6 +53,13 @@ class SimpleBackend:
                 "start this one on a Ray of its own (unset RAY_ADDRESS), or use row_transport=object_store"
             )
         import ray
+
+        free = int(ray.available_resources().get("CPU", 0))
+        if free < self.num_slots:
+            raise ResourceError(
+                f"{SETTING} with num_units={self.num_units} takes {self.num_slots} CPU slots of the Ray cluster, and "
+                f"{free} are free. Lower transfer_queue.num_units, or use row_transport=object_store"
+            )
         import transfer_queue  # type: ignore[import-not-found]
         from omegaconf import OmegaConf
 

@@ -166,6 +166,7 @@ class Answer:
 def main(words: Sequence[str]) -> int:
     """Runs the cases whose names contain one of `words`, or all, and prints the table. Returns the exit status."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, here and in every command
     for name in PRELOAD:
         import_module(name)
     failed = 0

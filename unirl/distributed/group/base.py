@@ -22,7 +22,7 @@ WorkerGroupT = TypeVar("WorkerGroupT", bound=Group)
 
 
 class Doing(threading.local):
-    """What one thread of the driver does."""
+    """The phase and the step of one thread of the driver."""
 
     phase = ""
     step = 0

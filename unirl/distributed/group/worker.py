@@ -193,7 +193,7 @@ class RemoteWorker(Worker):
         super().clear()
 
     def read(self, pieces: Sequence[StoredRows]) -> object:
-        """Rows of this worker, as a parcel for the carrier of another worker."""
+        """Rows of this worker, packed for the carrier of another worker."""
         return self.carrier.send(self.store.read(pieces))
 
     def peak_memory(self) -> dict[str, float]:

@@ -66,14 +66,14 @@ def test_a_parcel_carries_every_kind_of_value_to_the_bit() -> None:
         torch.empty(0, 5),
         torch.tensor(2.5, dtype=torch.float64),
     ]
-    parcel = sender.send([RowPayload(value, False) for value in values])
-    tensors, mapping, names, empty, scalar = (payload.value for payload in reader.receive(parcel))
+    message = sender.send([RowPayload(value, False) for value in values])
+    tensors, mapping, names, empty, scalar = (payload.value for payload in reader.receive(message))
     assert torch.equal(tensors, values[0]) and torch.equal(scalar, values[4]) and names == values[2]
     assert all(
         torch.equal(mapping[key], values[1][key]) and mapping[key].dtype == values[1][key].dtype for key in mapping
     )
     assert empty.shape == (0, 5)
-    assert not service.kept, "a parcel that was read stays in the service"
+    assert not service.kept, "a message that was read stays in the service"
 
 
 def test_rows_without_tensors_need_no_service() -> None:

@@ -38,21 +38,21 @@ class RowCarrier(Protocol):
     """Takes rows from the worker that owns them to the worker that reads them. Each has a carrier of the same kind."""
 
     def send(self, payloads: Sequence[RowPayload]) -> object:
-        """A parcel, which the owner sends to the reader in an answer of its actor."""
+        """A message, which the owner sends to the reader in an answer of its actor."""
 
-    def receive(self, parcel: object) -> list[RowPayload]:
-        """The rows of a parcel, in order."""
+    def receive(self, message: object) -> list[RowPayload]:
+        """The rows of a message, in order."""
 
 
 class ObjectStoreCarrier:
-    """The parcel is the rows themselves. Ray moves large answers through its object store."""
+    """The message is the rows themselves. Ray moves large answers through its object store."""
 
     def send(self, payloads: Sequence[RowPayload]) -> object:
         return [RowPayload(pack(payload.value), payload.on_accelerator) for payload in payloads]
 
-    def receive(self, parcel: object) -> list[RowPayload]:
-        assert isinstance(parcel, list)
-        return [RowPayload(unpack(payload.value), payload.on_accelerator) for payload in parcel]
+    def receive(self, message: object) -> list[RowPayload]:
+        assert isinstance(message, list)
+        return [RowPayload(unpack(payload.value), payload.on_accelerator) for payload in message]
 
 
 class RowConnection(Protocol):
@@ -82,7 +82,7 @@ class RowService(Protocol):
 
 
 class RayTransport:
-    """Calls `read` of the owner's actor, which runs in parallel to the owner's present call, and unpacks the parcel."""
+    """Calls `read` of the owner's actor, which runs beside the present call of the owner, and unpacks the message."""
 
     def __init__(self, deadline_s: float, carrier: RowCarrier) -> None:
         """
@@ -128,14 +128,14 @@ class RayTransport:
         from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
 
         try:
-            parcel: object = ray.get(answer, timeout=max(end - monotonic(), 0.0))
+            message: object = ray.get(answer, timeout=max(end - monotonic(), 0.0))
         except GetTimeoutError as error:
             raise StallError(f"worker {owner!r} did not send its rows within {self.deadline_s:g} s") from error
         except (RayActorError, ObjectLostError) as error:
             raise LostWorkerError(f"worker {owner!r} died before it sent its rows: resume the run ({error})") from error
         except RayTaskError as error:
             raise error.cause from error
-        return self.carrier.receive(parcel)
+        return self.carrier.receive(message)
 
 
 # Over a process group (gloo, NCCL). Both ends of a message must take part, so the driver plans: it reads from the

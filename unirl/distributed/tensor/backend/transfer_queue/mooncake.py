@@ -38,7 +38,7 @@ class ZeroCopy:
     enable: bool = True
     """Mooncake reads and writes the rows' own memory; false = it copies them through its local buffer."""
     tensor_buffer_size_gb: Gibibytes = 2.0
-    """The most memory that one transfer registers, in GiB. Larger parcels travel in parts of this size."""
+    """The most memory that one transfer registers, in GiB. Larger messages travel in parts of this size."""
 
 
 @dataclass(frozen=True, kw_only=True)

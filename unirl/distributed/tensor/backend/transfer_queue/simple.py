@@ -31,7 +31,7 @@ class SimpleBackend:
     num_units: Annotated[int, Meta(ge=1)] = 16
     """Storage actors, spread evenly over the nodes."""
     unit_size: Annotated[int, Meta(ge=1)] = 1024
-    """Parcels that one storage actor has room for. A parcel is what one worker sends to another at once."""
+    """Messages that one storage actor has room for. A message is what one worker sends to another at once."""
 
     @property
     def num_slots(self) -> int:

@@ -55,7 +55,7 @@ class TensorPlace:
 
 
 @dataclass(frozen=True)
-class Parcel:
+class RowMessage:
     """What the owner answers: the key of the block, and values with a TensorPlace for each tensor."""
 
     key: str
@@ -88,7 +88,7 @@ class BlockCarrier:
                 self.client = self.connect()
             return self.client
 
-    def send(self, payloads: Sequence[RowPayload]) -> Parcel:
+    def send(self, payloads: Sequence[RowPayload]) -> RowMessage:
         """Put the rows into the service. Returns what a reader needs to take them."""
         tensors: list[tuple[Tensor, TensorPlace]] = []
         end = 0
@@ -103,29 +103,29 @@ class BlockCarrier:
             return place
 
         values = [RowPayload(tree_map(placed, payload.value), payload.on_accelerator) for payload in payloads]
-        parcel = Parcel(f"{self.worker}/{next(self.numbers)}", end, values)
+        message = RowMessage(f"{self.worker}/{next(self.numbers)}", end, values)
         if end:
             block = torch.empty(end, dtype=torch.uint8)
             for tensor, place in tensors:
                 block[place.start : place.start + place.num_bytes].copy_(as_bytes(tensor.detach()))
             service = self.service
-            self._guarded(service, f"{self.worker} sent rows", lambda: service.put(parcel.key, block))
-        return parcel
+            self._guarded(service, f"{self.worker} sent rows", lambda: service.put(message.key, block))
+        return message
 
-    def receive(self, parcel: Parcel) -> list[RowPayload]:
-        """The rows of a parcel, which can be taken once. Tensors are on the CPU."""
+    def receive(self, message: RowMessage) -> list[RowPayload]:
+        """The rows of a message, which can be taken once. Tensors are on the CPU."""
         block = torch.empty(0, dtype=torch.uint8)
-        if parcel.size:
+        if message.size:
             service = self.service
             what = f"{self.worker} fetched rows"
-            block = self._guarded(service, what, lambda: service.take(parcel.key, parcel.size))
+            block = self._guarded(service, what, lambda: service.take(message.key, message.size))
 
         def read(place: TensorPlace) -> Tensor:
             return place.tensor(block)
 
         return [
             RowPayload(tree_map_only(TensorPlace, read, payload.value), payload.on_accelerator)
-            for payload in parcel.payloads
+            for payload in message.payloads
         ]
 
     def _guarded(self, service: BlockService, what: str, work: Callable[[], T]) -> T:

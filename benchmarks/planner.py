@@ -38,7 +38,7 @@ class Layout:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """What sets it on the command line."""
+        """The settings of this placement, as on the command line."""
         devices = self.num_train if self.train == self.rollout else self.num_train + self.num_rollout
         return (
             f"placement.train={self.train}",

@@ -31,7 +31,7 @@ PAGE = ROOT / "docs" / "embodied.md"
 BEGIN, END = "<!-- embodied on ray: begin -->", "<!-- embodied on ray: end -->"
 RUNTIMES = ("local", "ray")
 DEATHS = re.compile(r"\b(died|dies|crashed|SIGKILL|SIGSEGV|unexpectedly)\b")
-"""What Ray writes about a process that ended without being asked to."""
+"""The text of Ray about a process that ended although nobody had ended it."""
 
 Result = dict[str, dict[str, Any]]
 
@@ -60,7 +60,7 @@ def run(recipe: str, runtime: str, forks: Any) -> dict[str, Any]:
 
 
 def compared(recipe: str, forks: Any) -> dict[str, Any]:
-    """What a recipe did in both runtimes, and the number of values that differ between them."""
+    """The results of a recipe in both runtimes, and the number of values that differ between them."""
     runs = {runtime: run(recipe, runtime, forks) for runtime in RUNTIMES}
     records = [runs[runtime]["record"] for runtime in RUNTIMES]
     row: dict[str, Any] = {

@@ -360,7 +360,7 @@ def _inside(name: str) -> str:
 
 
 def _group_notes(groups: Mapping[str, Mapping[str, object]]) -> Iterator[str]:
-    """What the groups of nodes set beyond places."""
+    """A note for each setting of a group of nodes other than its place."""
     for label, group in groups.items():
         if group.get("hardware") is not None:
             yield f"{label}: hardware={get(dict(group), 'hardware.type', group['hardware'])} has no counterpart here"

@@ -9,7 +9,7 @@ from pathlib import PurePath
 from unirl.media.files import ImageLimits, UnreadableMedia
 from unirl.media.images import PLAIN_PIXELS, is_plain, open_header
 from unirl.tracking.record import RunRecord, StoredSamples
-from unirl.tracking.sample_index import IndexedSample, Kind, Order, SampleIndex, SampleQuery
+from unirl.tracking.sample_index import IndexedSample, Kind, SampleIndex, SampleQuery
 from unirl.tracking.samples import REWRITE, SampleGroup, SampleRow, groups_of
 from unirl.viewer.library import RunLibrary
 
@@ -28,17 +28,9 @@ class NoSuchSample(LookupError):
 
 
 @dataclass(frozen=True)
-class SamplesRequest:
-    """A part of the samples that a filter finds."""
+class SamplesRequest(SampleQuery):
+    """A part of the samples that a query finds."""
 
-    kind: Kind | None = None
-    first_step: int | None = None
-    last_step: int | None = None
-    prompt: str = ""
-    score: str = ""
-    low: float | None = None
-    high: float | None = None
-    order: Order = "newest"
     offset: int = 0
     limit: int = 60
     size: int | None = None

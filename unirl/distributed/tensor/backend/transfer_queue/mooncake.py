@@ -33,7 +33,7 @@ Gibibytes = Annotated[float, Meta(gt=0)]
 
 @dataclass(frozen=True)
 class ZeroCopy:
-    """How a worker hands memory to Mooncake."""
+    """Settings of the memory that Mooncake reads and writes without a copy."""
 
     enable: bool = True
     """Mooncake reads and writes the rows' own memory; false = it copies them through its local buffer."""
@@ -56,7 +56,7 @@ class MooncakeBackend:
     master_server_address: str
     """`HOST:50051` of mooncake_master."""
     protocol: Literal["rdma", "tcp"] = "rdma"
-    """How bytes travel; tcp needs no InfiniBand or RoCE card."""
+    """The network protocol of transfers. tcp needs no InfiniBand or RoCE card."""
     global_segment_size_gb: Gibibytes = 64.0
     """Room for rows that wait, in GiB. The devices of the run share it equally."""
     local_buffer_size_gb: Gibibytes = 10.0
@@ -114,7 +114,7 @@ class MooncakeBackend:
 
 @dataclass(frozen=True)
 class MooncakeConnection:
-    """What a worker needs to join the store."""
+    """The settings and addresses with which a worker joins the store."""
 
     backend: MooncakeBackend
     processes: tuple[ServiceProcess, ...]

@@ -86,7 +86,7 @@ class SimpleBackend:
 
 @dataclass(frozen=True)
 class SimpleConnection:
-    """What a worker needs to find the actors."""
+    """The addresses of the actors, for the workers."""
 
     processes: tuple[ServiceProcess, ...]
 

@@ -56,7 +56,7 @@ class TensorPlace:
 
 @dataclass(frozen=True)
 class RowMessage:
-    """What the owner answers: the key of the block, and values with a TensorPlace for each tensor."""
+    """The answer of the owner: the key of the block, and values with a TensorPlace for each tensor."""
 
     key: str
     size: int

@@ -55,6 +55,25 @@ def test_a_stopped_run_resumes_exactly(staleness, stop, tmp_path) -> None:
     assert final_weights(tmp_path / "broken", 5) == final_weights(tmp_path / "whole", 5)
 
 
+def test_a_run_that_ends_while_later_steps_are_under_way_resumes_exactly(tmp_path, monkeypatch) -> None:
+    settings = ("num_rollouts=6", "asynchronous.max_staleness=3", "save_interval=1")
+    sample = ReplicaRolloutEngine.sample
+
+    def failing(engine, req):
+        if req.step == 4:
+            raise OverflowError("out of sorts")
+        return sample(engine, req)
+
+    run(tmp_path / "whole", *settings)
+    with monkeypatch.context() as patch, pytest.raises(OverflowError):
+        patch.setattr(ReplicaRolloutEngine, "sample", failing)
+        run(tmp_path / "broken", *settings)
+    assert [row["step"] for row in metrics_of(tmp_path / "broken")] == [1, 2]  # two more were generated
+    run(tmp_path / "broken", *settings)
+    assert metrics_of(tmp_path / "broken") == metrics_of(tmp_path / "whole")
+    assert final_weights(tmp_path / "broken", 6) == final_weights(tmp_path / "whole", 6)
+
+
 def test_an_error_of_the_engine_ends_the_run_at_the_step_that_needs_the_samples(tmp_path, monkeypatch) -> None:
     sample = ReplicaRolloutEngine.sample
 

@@ -10,6 +10,7 @@ from unirl.config.build import build
 from unirl.config.dependencies import check_ray_address
 from unirl.config.errors import GeometryError, IncompatibleError
 from unirl.config.node import Node, nodes_below
+from unirl.config.node_groups import CPU_HARDWARE, group_of_device
 from unirl.config.recipe import RecipeConfig
 from unirl.plan.placement import REPLICA, SYNC, PlacementPlan
 
@@ -92,7 +93,7 @@ def transport_of(config: RecipeConfig, plan: PlacementPlan) -> str:
     if not plan.is_dedicated:
         return "none"
     if config.sync_transport in (None, "auto"):
-        return "in_process" if in_one_process(config, plan) else BETWEEN_PROCESSES[0]
+        return "in_process" if in_one_process(config, plan) else BETWEEN_PROCESSES[_mixes_hardware(config, plan)]
     return str(config.sync_transport)
 
 
@@ -162,6 +163,7 @@ def _check_transport(config: RecipeConfig, plan: PlacementPlan) -> None:
             "sync.transport=in_process"
         )
     if transport in legal:
+        _check_mixed_hardware(config, plan, transport)
         return
     where = f"train is on {plan.train} and rollout on {plan.rollout}"
     others = "place the roles on other devices"
@@ -179,6 +181,32 @@ def _check_transport(config: RecipeConfig, plan: PlacementPlan) -> None:
     )
 
 
+def _mixes_hardware(config: RecipeConfig, plan: PlacementPlan) -> bool:
+    """True if one of train and rollout is on a group of GPUs, and the other one on a group of CPU nodes."""
+    groups = config.node_groups or {}
+    if not groups:
+        return False
+    sets = (plan.train, plan.rollout)
+    hardware = [groups[group_of_device(groups, each.indices[0])].hardware for each in sets]
+    return hardware.count(CPU_HARDWARE) == 1 and None not in hardware
+
+
+def _check_mixed_hardware(config: RecipeConfig, plan: PlacementPlan, transport: str) -> None:
+    """Refuses process groups of GPUs and CPU processes, for weights and for rows."""
+    if not _mixes_hardware(config, plan):
+        return
+    where = f"train is on {plan.words_of(plan.train)} and rollout on {plan.words_of(plan.rollout)}, GPUs and CPUs"
+    if transport == "broadcast":
+        raise IncompatibleError(
+            f"sync.transport=broadcast joins both in one process group, and {where}. Set sync.transport=ray, or auto"
+        )
+    if config.row_transport == "collective":
+        raise IncompatibleError(
+            f"row_transport=collective joins all workers in one process group, and {where}. Set "
+            "row_transport=object_store"
+        )
+
+
 def layout_notices(config: RecipeConfig, plan: PlacementPlan, num_samples: int) -> Iterator[str]:
     """Settings without effect, stale weights, and padding rows."""
     interval = config.weight_sync_interval
@@ -194,6 +222,8 @@ def layout_notices(config: RecipeConfig, plan: PlacementPlan, num_samples: int) 
             yield f"row_transport={config.row_transport} {reason}"
         if config.devices_per_node is not None:
             yield f"devices_per_node={config.devices_per_node} {reason}"
+        if config.node_groups and config.scale != "toy":
+            yield f"node_groups {reason}: it only numbers the devices, and its env_vars are not set"
     allocator = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if transport_of(config, plan) == "cuda_ipc" and "expandable_segments:True" in allocator:
         yield (

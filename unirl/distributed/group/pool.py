@@ -15,6 +15,7 @@ import torch
 
 from unirl.config.device_sets import DeviceSet
 from unirl.config.errors import IncompatibleError
+from unirl.config.node_groups import NodeGroups
 from unirl.distributed.group.base import Pool
 from unirl.distributed.group.dispatch import Call, split_call
 from unirl.distributed.group.failures import stacks_of, stall, watchdog
@@ -147,6 +148,7 @@ def open_pool(
     row_transport: RowTransportName = "object_store",
     threads: int | None = None,
     row_service: RowService | None = None,
+    node_groups: NodeGroups | None = None,
 ) -> Pool:
     """Open the pool of a runtime. The caller closes it; until then workers of Ray stay, also without roles.
 
@@ -157,6 +159,7 @@ def open_pool(
         row_transport: how stored rows are sent between workers of Ray.
         threads: threads of each worker of Ray. None: an equal share of the cores of its machine.
         row_service: carries the rows between workers of Ray. None: Ray's object store or a process group does.
+        node_groups: the nodes of a Ray cluster whose devices the pool has. None: equal nodes.
     """
     if runtime == "local":
         return LocalPool(num_devices, num_updates, deadline_s)
@@ -168,4 +171,5 @@ def open_pool(
         row_transport=row_transport,
         threads=threads,
         row_service=row_service,
+        node_groups=node_groups,
     )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from unirl.config.device_sets import DeviceSet
 from unirl.config.errors import IncompatibleError
+from unirl.config.node_groups import NodeGroups
 from unirl.distributed.group.base import Pool, num_bytes
 from unirl.distributed.group.deadlines import LearnedDeadlines
 from unirl.distributed.group.dispatch import Call, SplitCall, split_call
@@ -127,6 +128,7 @@ class RayPool(Pool[RayGroup]):
         row_transport: RowTransportName = "object_store",
         threads: int | None = None,
         row_service: RowService | None = None,
+        node_groups: NodeGroups | None = None,
     ) -> None:
         super().__init__(num_devices, num_updates, deadline_s)
         self.owns_ray = connect(num_devices + (0 if row_service is None else row_service.num_slots))
@@ -145,7 +147,7 @@ class RayPool(Pool[RayGroup]):
         try:
             if row_service is not None:  # before the devices, which may be all slots of the cluster that are left
                 self.connection = row_service.start(num_devices)
-            self.reservation = reserve(num_devices, devices_per_node, threads)
+            self.reservation = reserve(num_devices, devices_per_node, threads, node_groups)
         except BaseException:
             self._stop_row_service()
             self._leave_ray()
@@ -184,7 +186,9 @@ class RayPool(Pool[RayGroup]):
         return self.worker_refs[location]
 
     def _environment(self, location: WorkerLocation) -> dict[str, str]:
-        if location.kind != "device" or not location.process or self.reservation.resource != "GPU":
+        if location.kind != "device" or not location.process:
+            return {}
+        if self.reservation.bundles[self.reservation.bundle_of(location.kind, location.index)].resource != "GPU":
             return {}
         [visible] = self.ask([self.worker_refs[location.device_owner]], "asking for the GPU", "visible")
         # Ray gives this process no GPU and would hide all GPUs from it.

@@ -68,16 +68,22 @@ class WorkerRef:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         has_device = location.kind == "device"
-        bundle = location.index // held.per_node if has_device else location.index % held.placement_group.bundle_count
+        position = held.bundle_of(location.kind, location.index)
+        bundle = held.bundles[position]
         takes = int(has_device and not location.process)
+        runtime_env: dict[str, object] = {
+            "env_vars": worker_environment(held.threads) | dict(bundle.env_vars) | environment
+        }
+        if bundle.python is not None:
+            runtime_env["py_executable"] = bundle.python
         actor = (
             actor_class()
             .options(
                 name=name,
-                num_cpus=takes if held.resource == "CPU" else 0,
-                num_gpus=takes if held.resource == "GPU" else 0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(held.placement_group, bundle),
-                runtime_env={"env_vars": worker_environment(held.threads) | environment},
+                num_cpus=takes if bundle.resource == "CPU" else 0,
+                num_gpus=takes if bundle.resource == "GPU" else 0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(held.placement_group, position),
+                runtime_env=runtime_env,
             )
             .remote(name, str(location), has_device, deadline_s, connection)
         )

@@ -17,7 +17,7 @@ ACCELERATOR = "accelerator_type:"
 
 
 @dataclass(frozen=True)
-class Bundle:
+class NodeBundle:
     """The devices of a pool on one node."""
 
     resource: str
@@ -36,7 +36,7 @@ class Bundle:
         return {self.resource: float(self.count)} | pin
 
 
-def bundles_of(groups: NodeGroups) -> list[Bundle]:
+def bundles_of(groups: NodeGroups) -> list[NodeBundle]:
     """The bundle of every node of every group, in the order of the devices.
 
     Raises:
@@ -86,7 +86,7 @@ def _own_labels(node: ClusterNode) -> str:
     return ",".join(f"{key}={value}" for key, value in node.labels.items() if not key.startswith("ray.io/"))
 
 
-def _bundle(label: str, group: NodeGroup, node: ClusterNode) -> Bundle:
+def _bundle(label: str, group: NodeGroup, node: ClusterNode) -> NodeBundle:
     has_gpus = node.resources.get("GPU", 0) > 0
     kinds = [name.removeprefix(ACCELERATOR) for name in node.resources if name.startswith(ACCELERATOR)]
     named = group.hardware not in (None, CPU_HARDWARE)
@@ -105,7 +105,7 @@ def _bundle(label: str, group: NodeGroup, node: ClusterNode) -> Bundle:
             f"{resource} slots. Lower devices_per_node, or start it with `ray start --num-{resource.lower()}s=N`"
         )
     env_vars = {name: str(value) for name, value in (group.env_vars or {}).items()}
-    return Bundle(resource, group.devices_per_node, node.address, env_vars, group.python_interpreter_path)
+    return NodeBundle(resource, group.devices_per_node, node.address, env_vars, group.python_interpreter_path)
 
 
 def _check_interpreter(label: str, group: NodeGroup, node: ClusterNode, answers: Mapping[str, str]) -> None:

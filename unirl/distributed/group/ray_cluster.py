@@ -23,7 +23,7 @@ from unirl.config.dependencies import WAYS, check_ray_address
 from unirl.config.errors import GeometryError, ResourceError, UnsupportedEnvironmentError, WorkerError, report
 from unirl.config.node_groups import NodeGroups
 from unirl.config.plugins import summary
-from unirl.distributed.group.node_places import Bundle, bundles_of
+from unirl.distributed.group.node_places import NodeBundle, bundles_of
 from unirl.distributed.group.reaper import kill_on_exit
 from unirl.types.device import num_accelerators
 
@@ -269,7 +269,7 @@ class Reservation:
     """Devices reserved for a pool: one bundle per machine."""
 
     placement_group: Any
-    bundles: tuple[Bundle, ...]
+    bundles: tuple[NodeBundle, ...]
     threads: int
     """Threads of each worker."""
 
@@ -318,7 +318,7 @@ Nodes = Sequence[tuple[str, Mapping[str, float]]]
 """The address of each machine, and what Ray has there."""
 
 
-def _equal_bundles(nodes: Nodes, num_devices: int, devices_per_node: int | None) -> list[Bundle]:
+def _equal_bundles(nodes: Nodes, num_devices: int, devices_per_node: int | None) -> list[NodeBundle]:
     per_node = devices_per_node or num_devices
     if num_devices % per_node:
         raise GeometryError(
@@ -326,7 +326,7 @@ def _equal_bundles(nodes: Nodes, num_devices: int, devices_per_node: int | None)
         )
     resource = "GPU" if any(node.get("GPU", 0) for _, node in nodes) else "CPU"
     _check_enough(nodes, resource, num_devices // per_node, per_node)
-    return [Bundle(resource, per_node)] * (num_devices // per_node)
+    return [NodeBundle(resource, per_node)] * (num_devices // per_node)
 
 
 def _check_enough(nodes: Nodes, resource: str, num_nodes: int, per_node: int) -> None:

@@ -23,6 +23,8 @@ Where = str | int | tuple[int, ...]
 """Devices of a role: `0-3`, `0,2`, `3`, `[0, 2]`, `all`, `rest`, `in train`, `in rollout`, `cpu`, `cpu x2`; or those of
 a group of nodes: `LABEL`, `LABEL:0-3`."""
 
+Runtime = Literal["local", "ray", "torchrun"]
+"""Where roles run: in the driver's process, in workers of Ray, or in processes of torchrun."""
 MAX_DEVICES = 2**16
 
 
@@ -146,8 +148,9 @@ class RunSettings:
     """Devices of each node; absent = one node has all devices."""
     node_groups: dict[str, NodeGroup] | None = None
     """Label to nodes of a Ray cluster that differ: GPUs of several kinds, or CPU nodes. Roles are placed on labels."""
-    runtime: Literal["local", "ray"] | None = None
-    """local = every role in this process; ray = one worker per device; absent = local for one device, else ray."""
+    runtime: Runtime | None = None
+    """local = every role in this process; ray = one worker per device; torchrun = the processes that torchrun started;
+    absent = torchrun under torchrun, else local for one device, else ray."""
     placement: dict[str, Where] | None = None
     """Role to devices, such as {train: 0-3, rollout: 4-7}, or to groups of nodes, such as {train: LABEL, rollout:
     "LABEL:0-3"}; absent = every role shares every device."""
@@ -189,7 +192,7 @@ class RunSettings:
         return self.devices_per_node or self.num_devices
 
     @property
-    def runtime_in_use(self) -> Literal["local", "ray"]:
+    def runtime_in_use(self) -> Runtime:
         """The runtime of the recipe, or the one that follows from the number of devices."""
         return self.runtime or ("local" if self.num_devices == 1 else "ray")
 

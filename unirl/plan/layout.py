@@ -105,6 +105,8 @@ def _check_runtime(config: RecipeConfig, plan: PlacementPlan) -> None:
                 f"runtime=local is one process, and {role} has {len(device_set)} devices ({device_set}). Set "
                 f"runtime=ray, which has one worker per device, or {fewer}"
             )
+    if config.runtime_in_use == "torchrun":
+        _check_torchrun(config, plan)
     per_node = config.devices_per_node
     if per_node is not None and config.num_devices % per_node:
         divisors = [str(size) for size in range(1, config.num_devices + 1) if config.num_devices % size == 0]
@@ -114,15 +116,35 @@ def _check_runtime(config: RecipeConfig, plan: PlacementPlan) -> None:
         )
 
 
+def _check_torchrun(config: RecipeConfig, plan: PlacementPlan) -> None:
+    """Refuses what needs other processes than the one of each device."""
+    if plan.is_dedicated:
+        raise IncompatibleError(
+            f"runtime=torchrun trains recipes whose engine samples with the trained weights, and "
+            f"{config.rollout.class_name} has weights of its own, which need workers of Ray. Start the run without "
+            "torchrun (runtime=ray)"
+        )
+    if plan.reward.kind == "cpu":
+        raise IncompatibleError(
+            f"placement.reward={plan.reward} needs processes beside those of torchrun. Leave it out, so that the "
+            "reward runs on the devices, or start the run without torchrun (runtime=ray)"
+        )
+    if config.node_groups:
+        raise IncompatibleError(
+            "node_groups places workers on nodes of a Ray cluster, and torchrun has started them already. Start the "
+            "run without torchrun (runtime=ray)"
+        )
+
+
 def _check_row_service(config: RecipeConfig) -> None:
     """A service carries rows between worker processes, in place of another transport."""
     if config.transfer_queue is None:
         return
     service = f"transfer_queue={config.transfer_queue.class_name}"
-    if config.runtime_in_use == "local":
+    if config.runtime_in_use != "ray":
         raise IncompatibleError(
-            f"{service} carries rows between processes, and runtime=local is one process. Set runtime=ray, or leave "
-            "transfer_queue out"
+            f"{service} carries rows between workers of Ray, and runtime={config.runtime_in_use} has none. Set "
+            "runtime=ray, or leave transfer_queue out"
         )
     if config.row_transport != "object_store":
         raise IncompatibleError(

@@ -9,18 +9,20 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from unirl.config.device_sets import DeviceSet
 from unirl.config.errors import IncompatibleError
 from unirl.config.node_groups import NodeGroups
+from unirl.config.recipe import Runtime
 from unirl.distributed.group.base import Pool
 from unirl.distributed.group.dispatch import Call, split_call
 from unirl.distributed.group.failures import stacks_of, stall, watchdog
 from unirl.distributed.group.handle import Group, PendingCall, Remote
 from unirl.distributed.group.ray_pool import RayPool
+from unirl.distributed.group.torchrun_pool import TorchrunPool
 from unirl.distributed.group.worker import Worker
 from unirl.distributed.tensor.row_store import InProcessTransport, RowTransportName
 from unirl.distributed.tensor.transports import RowService
@@ -140,7 +142,7 @@ def local_device(device_set: DeviceSet) -> torch.device:
 
 
 def open_pool(
-    runtime: Literal["local", "ray"],
+    runtime: Runtime,
     num_devices: int,
     devices_per_node: int | None = None,
     num_updates: int = 1,
@@ -163,6 +165,8 @@ def open_pool(
     """
     if runtime == "local":
         return LocalPool(num_devices, num_updates, deadline_s)
+    if runtime == "torchrun":
+        return TorchrunPool(num_devices, num_updates, deadline_s)
     return RayPool(
         num_devices,
         devices_per_node,

@@ -168,7 +168,10 @@ def test_two_ranks_give_the_bits_of_two_workers_of_ray(tmp_path):
     ]
     assert weights[0] == weights[1] and len(weights[0]) == 5
     rewards = [
-        [row["rollout/reward_mean"] for row in csv.DictReader((tmp_path / name / "metrics.csv").open())]
+        [
+            row["rollout/reward_mean"]
+            for row in csv.DictReader((tmp_path / name / "metrics.csv").read_text().splitlines())
+        ]
         for name in ("torchrun", "ray")
     ]
     assert rewards[0] == rewards[1]

@@ -1,8 +1,8 @@
 """Samples of earlier weights on a task with a known best action: what corrects for them, and what happens without.
 
-The policy is N(mu, 1), and an action a has the reward -c (a - BEST)^2 / 2, so the policy gradient is c (BEST - mu). With
-steps of size h / c, weights that learn from samples of k steps before follow x(t + 1) = x(t) - h x(t - k) for the
-distance x = mu - BEST, which decays if and only if h < 2 sin(pi / (2 (2 k + 1))). Weights that correct for the age
+The policy is N(mu, 1), and an action a has the reward -c (a - BEST)^2 / 2, so the policy gradient is c (BEST - mu).
+With steps of size h / c, weights that learn from samples of k steps before follow x(t + 1) = x(t) - h x(t - k) for
+the distance x = mu - BEST, which decays if and only if h < 2 sin(pi / (2 (2 k + 1))). Weights that correct for the age
 follow x(t + 1) = (1 - h) x(t), whatever k is. Actions are the nodes of a quadrature, so nothing is random.
 """
 

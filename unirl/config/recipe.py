@@ -14,13 +14,17 @@ from unirl.config.errors import did_you_mean
 from unirl.config.evaluation import EvaluationConfig, NonNegative, NonNegativeFloat, Positive
 from unirl.config.live import ProfileConfig, TrackingConfig
 from unirl.config.node import Node
+from unirl.config.node_groups import NodeGroup
 from unirl.config.saving import CheckpointConfig, RestartConfig
 from unirl.config.watching import WatchConfig
 from unirl.types.credit import CreditName
 
 Where = str | int | tuple[int, ...]
-"""Devices of a role: `0-3`, `0,2`, `3`, `[0, 2]`, `all`, `rest`, `in train`, `in rollout`, `cpu`, `cpu x2`."""
+"""Devices of a role: `0-3`, `0,2`, `3`, `[0, 2]`, `all`, `rest`, `in train`, `in rollout`, `cpu`, `cpu x2`; or those of
+a group of nodes: `LABEL`, `LABEL:0-3`."""
 
+Runtime = Literal["local", "ray", "torchrun"]
+"""Where roles run: in the driver's process, in workers of Ray, or in processes of torchrun."""
 MAX_DEVICES = 2**16
 
 
@@ -168,10 +172,14 @@ class RunSettings:
     """Devices of the pool: GPUs, or CPU processes on a machine without a GPU."""
     devices_per_node: Positive | None = None
     """Devices of each node; absent = one node has all devices."""
-    runtime: Literal["local", "ray"] | None = None
-    """local = every role in this process; ray = one worker per device; absent = local for one device, else ray."""
+    node_groups: dict[str, NodeGroup] | None = None
+    """Label to nodes of a Ray cluster that differ: GPUs of several kinds, or CPU nodes. Roles are placed on labels."""
+    runtime: Runtime | None = None
+    """local = every role in this process; ray = one worker per device; torchrun = the processes that torchrun started;
+    absent = torchrun under torchrun, else local for one device, else ray."""
     placement: dict[str, Where] | None = None
-    """Role to devices, such as {train: 0-3, rollout: 4-7}; absent = every role shares every device."""
+    """Role to devices, such as {train: 0-3, rollout: 4-7}, or to groups of nodes, such as {train: LABEL, rollout:
+    "LABEL:0-3"}; absent = every role shares every device."""
     stall_timeout_s: Annotated[float, Meta(gt=0), Meta(le=1e9)] = 1800.0
     """A call that makes no progress for so long has stalled: the run ends and prints the stack of every worker. A
     denoising step, a decoded or scored chunk, a micro-batch, a chunk of tokens and the import of a module are
@@ -203,7 +211,14 @@ class RunSettings:
     UNIRL_PLUGINS or ~/.config/unirl/plugins allows it."""
 
     @property
-    def runtime_in_use(self) -> Literal["local", "ray"]:
+    def devices_on_node(self) -> int:
+        """The devices of a node, or those of the node with the most if nodes differ."""
+        if self.node_groups:
+            return max(group.devices_per_node for group in self.node_groups.values())
+        return self.devices_per_node or self.num_devices
+
+    @property
+    def runtime_in_use(self) -> Runtime:
         """The runtime of the recipe, or the one that follows from the number of devices."""
         return self.runtime or ("local" if self.num_devices == 1 else "ray")
 

@@ -313,8 +313,8 @@ def _weighted_scorers(node: Node) -> Iterator[Node]:
 
 def _profile_problems(config: RecipeConfig, needs: Needs, plan: PlacementPlan) -> Iterator[str]:
     """The profiler sees the process of the driver alone."""
-    if config.profile is not None and config.runtime_in_use == "ray":
+    if config.profile is not None and config.runtime_in_use != "local":
         yield (
-            "profile traces the process of the driver, and with runtime=ray the roles work in processes of their own. "
-            "Set num_devices=1 and runtime=local, or write ~profile"
+            f"profile traces the process of the driver, and with runtime={config.runtime_in_use} the roles work in "
+            "processes of their own. Set num_devices=1 and runtime=local, or write ~profile"
         )

@@ -17,6 +17,7 @@ from unirl.config.build import build
 from unirl.config.device_sets import DeviceSet
 from unirl.config.load import Recipe
 from unirl.config.node import Node, nodes_below
+from unirl.config.node_groups import node_of_device
 from unirl.config.recipe import RecipeConfig
 from unirl.models.loading.checkpoint import TOY
 from unirl.models.loading.estimate import DecodingCost, Lengths, ModelEstimate, forward_flops
@@ -336,7 +337,7 @@ def _sizes(
         shares_devices=placement.rollout.devices == placement.train.devices,
         sync_bytes=transfer.num_bytes / transfer.interval,
         sync_crosses=_nodes(placement.train, config) != _nodes(placement.rollout, config),
-        devices_per_node=config.devices_per_node,
+        devices_per_node=config.devices_on_node if config.node_groups else config.devices_per_node,
         saves_in_background=config.checkpoint.asynchronous,
         takes_turns=placement.relation == "colocate",
     )
@@ -344,8 +345,9 @@ def _sizes(
 
 def _nodes(devices: DeviceSet, config: RecipeConfig) -> set[int]:
     """The nodes of a device set."""
-    per_node = config.devices_per_node or config.num_devices
-    return {index // per_node for index in devices.indices}
+    if config.node_groups:
+        return {node_of_device(config.node_groups, index) for index in devices.indices}
+    return {index // config.devices_on_node for index in devices.indices}
 
 
 def largest(config: RecipeConfig, estimate: ModelEstimate) -> Sampling:

@@ -195,6 +195,7 @@ def pool_of(sizes: Mapping[str, RecipeSizes], tracker: Tracker, threads: ThreadC
             row_transport=config.row_transport,
             threads=None if threads is None else threads.count,
             row_service=None if config.transfer_queue is None else build(config.transfer_queue),
+            node_groups=config.node_groups,
         )
     pool.stack_dir = tracker.run.root / "logs"
     pool.spans = tracker.timers.spans

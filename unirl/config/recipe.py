@@ -90,6 +90,32 @@ class AsynchronousConfig:
     max_staleness: NonNegative = 0
     """Steps by which the weights that sample are behind those that are trained. 0 = generate, then train; more needs an
     engine on devices of its own (placement.rollout)."""
+    order: Literal["fixed", "free"] = "fixed"
+    """fixed: every step comes from the weights of max_staleness steps before, and a second run is equal bit for bit.
+    free: the engine gets new weights between two of the `reward_parts` of a step, as soon as they exist."""
+    steps_ahead: Annotated[int, Meta(ge=1)] | None = None
+    """Steps that wait to be trained or are generated, with order=free; null = max_staleness. With more of them, samples
+    can be older than max_staleness steps when their turn comes."""
+    too_old: Literal["redraw", "drop", "correct"] = "redraw"
+    """What becomes of such samples. redraw: their prompts are sampled again. drop: they are not trained. correct: they
+    are trained, with the importance ratio or weights of the loss."""
+
+    def __post_init__(self) -> None:
+        if self.is_free and not self.max_staleness:
+            raise ValueError("order=free lets the engine run ahead, so max_staleness must be >= 1, got 0")
+        if not self.is_free and (self.steps_ahead is not None or self.too_old != "redraw"):
+            key = "steps_ahead" if self.steps_ahead is not None else "too_old"
+            raise ValueError(f"{key} belongs to order=free: with order=fixed no sample is older than max_staleness")
+
+    @property
+    def is_free(self) -> bool:
+        """The engine does not wait for the end of a step."""
+        return self.order == "free"
+
+    @property
+    def num_ahead(self) -> int:
+        """Steps that are begun before the weights learn from an earlier one."""
+        return self.steps_ahead or self.max_staleness
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -287,7 +287,10 @@ def _sizes(
     targets = None if lora is None else lora.get("target_modules", tuple)
     averages = [config.backend.get(name, Node) for name in KEPT_BY.values()]
     has_reference = REFERENCE in needs.snapshots
-    published = config.asynchronous.max_staleness or int(placement.is_dedicated and config.weight_sync_interval > 1)
+    ahead = config.asynchronous
+    published = (0 if ahead.is_free else ahead.max_staleness) or int(
+        placement.is_dedicated and config.weight_sync_interval > 1
+    )
     dtype_bytes = DTYPE_BYTES[dtype]
     work = _work_of_loss(config, sampling, facts, geometry)
     guided = _is_guided(facts, sampling)
@@ -304,7 +307,7 @@ def _sizes(
         full_training=lora is None,
         num_snapshots=sum(average is not None for average in averages) + has_reference + published,
         num_loaded_snapshots=len(config.loaded_snapshots),
-        steps_ahead=config.asynchronous.max_staleness,
+        steps_ahead=ahead.num_ahead,
         swaps_weights=bool(needs.snapshots),
         engine_eight_bit=0 if config.rollout.get("weight_dtype", str) is None else estimate.block_weights,
         engine_dtype_bytes=DTYPE_BYTES[config.rollout.get("dtype", str) or dtype] if placement.is_dedicated else 0,

@@ -402,6 +402,7 @@ def place_learner(
     place_roles = place_dedicated if plan.is_dedicated else place_trainside
     roles = place_roles(Places(policy, pool, plan, configs, trained, tracker.run.root), reward)
     config, facts = configs[last], roles.rollout.facts()
+    is_free = config.asynchronous.is_free
     return Learner(
         tracks={
             name: track_learner(name, name in trained, sizes, configs[name], roles, facts, chosen, tracker)
@@ -412,7 +413,8 @@ def place_learner(
             roles.sync,
             roles.backend,
             interval=config.weight_sync_interval if roles.has_own_weights else 1,
-            ahead=config.asynchronous.max_staleness if roles.has_own_weights else 0,
+            ahead=config.asynchronous.max_staleness if roles.has_own_weights and not is_free else 0,
+            is_free=is_free,
             weights=EmaLoraConfig.snapshot if needs_of(config).ema_rollout else LIVE,
         ),
     )

@@ -18,10 +18,11 @@ import pytest
 import torch
 
 from tests.processes import is_running, wait_until
+from unirl.cli import train as train_command
 from unirl.cli.main import run_command
 from unirl.cli.train import parsed
 from unirl.config.device_sets import DeviceSet
-from unirl.config.errors import UniRLError, WorkerError
+from unirl.config.errors import StoppedAtStart, UniRLError, WorkerError
 from unirl.config.load import load
 from unirl.distributed.group.dispatch import scatter
 from unirl.distributed.group.handle import Remote
@@ -142,6 +143,20 @@ def test_settings_against_torchrun_are_refused(monkeypatch, capsys, word, says):
         monkeypatch.setenv(name, value)
     assert run_command(parsed(lambda *_: None), [TRAINSIDE, word]) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lost", ["", "rank 1, the worker on device 1 (host h, pid 7)"])
+def test_a_stop_by_torchrun_after_the_end_of_a_rank_names_this_rank(monkeypatch, capsys, lost):
+    here = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_PORT": free_port()}
+    for name, value in (STARTED | here).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(train_command, "LOST", [lost] if lost else [])
+
+    def stopped(*_: object) -> None:
+        raise StoppedAtStart("SIGTERM")
+
+    assert run_command(parsed(stopped), [TRAINSIDE]) == (10 if lost else 75)
+    assert (f"error[10001]: {lost} died" if lost else "stopped while no step") in capsys.readouterr().err
 
 
 def under_torchrun(*words: str) -> list[str]:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from unirl.cli.arguments import RecipeArguments, parse_recipe, recipe_parser
 from unirl.cli.signals import stoppable_start
-from unirl.config.errors import ArgumentError, UsageError
+from unirl.config.errors import ArgumentError, LostWorkerError, Preempted, StoppedAtStart, UsageError
 from unirl.config.failures import Session
 from unirl.config.recipe_files import DOMAIN_OF
-from unirl.distributed.group.torchrun import TorchrunRank, release_ranks, torchrun_rank
+from unirl.distributed.group.torchrun import LOST, TorchrunRank, release_ranks, torchrun_rank
 from unirl.tracking.streams import say
 
 if TYPE_CHECKING:
@@ -60,6 +60,13 @@ def parsed(train: Entrypoint, domain: str | None = None) -> Callable[[list[str],
             return serve_rank(own)
         try:
             return _run(train, domain, on_ranks(own, arguments), session)
+        except (StoppedAtStart, Preempted) as stopped:
+            if LOST:  # after which torchrun stops the other ranks
+                raise LostWorkerError(
+                    f"{LOST[0]} died, and torchrun stopped this run: {stopped}. torchrun reports the exit status of "
+                    "the rank"
+                ) from stopped
+            raise
         finally:
             release_ranks(own)
 

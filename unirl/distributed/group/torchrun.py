@@ -33,6 +33,9 @@ STORE_S = 60.0
 NO_POOL = "no pool"
 WAY = "Start it as: torchrun --nproc_per_node=N -m unirl.train_diffusion --config-name=RECIPE runtime=torchrun"
 
+LOST: list[str] = []
+"""What the driver knows of each rank that ended before it, as text."""
+
 
 @dataclass(frozen=True)
 class TorchrunRank:

@@ -19,7 +19,7 @@ from unirl.config.errors import IncompatibleError, InvalidValueError
 from unirl.distributed.group.failures import ThreadStacks, WorkerFailure, first_cause, stall
 from unirl.distributed.group.process_pool import ProcessPool, WorkerGroup, WorkerLocation
 from unirl.distributed.group.rendezvous import CONNECT_S
-from unirl.distributed.group.torchrun import WAY, DriverDoor, TorchrunRank, packed, torchrun_rank, unpacked
+from unirl.distributed.group.torchrun import LOST, WAY, DriverDoor, TorchrunRank, packed, torchrun_rank, unpacked
 from unirl.distributed.group.torchrun_worker import END, serve, worker_name
 from unirl.distributed.group.worker import ProcessInfo
 
@@ -46,6 +46,7 @@ class RankLink:
         self.sending = threading.Lock()
         self.asking = threading.Lock()
         self.is_gone = False
+        self.is_ending = False
         threading.Thread(target=self._receive, name=f"results of {self.location}", daemon=True).start()
 
     def __str__(self) -> str:
@@ -84,6 +85,8 @@ class RankLink:
             result.set_result(unpacked(message))
         with self.sending:
             self.is_gone = True
+            if not self.is_ending:
+                LOST.append(f"rank {self.location.index}, {self}")
         while self.pending:
             what, result = self.pending.popleft()
             result.set_result(self._death(what))
@@ -94,6 +97,7 @@ class RankLink:
 
     def end(self) -> None:
         """Let the worker end after the calls that it has."""
+        self.is_ending = True
         for connection in (self.calls, self.questions):
             with suppress(OSError):
                 connection.send_bytes(END)

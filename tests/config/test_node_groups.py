@@ -105,7 +105,9 @@ def test_devices_that_differ_are_not_searched_and_not_counted_alike():
     assert hardware_text(plan(), h100) == ["memory and time count every device as h100, also those of hosts (cpu)"]
     assert hardware_text(plan("node_groups.hosts.hardware=H100"), h100) == []
     recipe = load(SEPARATE, ["num_devices=8", GROUPS, PLACED])
-    measured = MeasuredStep(PhaseSeconds(4.0, 1.0, 2.0, 0.1), 256, 4, 2, 2)
+    measured = MeasuredStep(
+        seconds=PhaseSeconds(generate=4.0, score=1.0, train=2.0), num_rows=256, num_train=4, num_rollout=2, num_reward=2
+    )
     with pytest.raises(UniRLError, match="Search with node_groups=null"):
         best_placements(recipe, [], measured, 8, h100)
 

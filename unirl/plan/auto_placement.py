@@ -114,8 +114,8 @@ def best_placements(
         device: its memory decides what fits.
 
     Raises:
-        ConfigError: 2020 for a recipe of several policies or with groups of nodes, and when no placement of these devices is
-            legal.
+        ConfigError: 2020 for a recipe of several policies or with groups of nodes, and when no placement of these
+            devices is legal.
     """
     if len(recipe.policies) > 1:
         raise IncompatibleError(f"{recipe.file.name} has several policies, and --auto places one. Place them by hand")

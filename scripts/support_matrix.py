@@ -80,6 +80,7 @@ POLICIES: Mapping[str, tuple[str, str]] = {
     "pixels": ("networks of images, continuous actions", "embodied/pixel_reach_ppo"),
     "openvla": ("OpenVLA-OFT, chunks of action tokens", "embodied/maniskill_pickcube_ppo_openvla_oft"),
     "pi0": ("pi0, denoised chunks of actions", "embodied/libero_pi0_ppo"),
+    "pi05": ("pi0.5, denoised chunks of actions", "embodied/libero_pi05_ppo"),
 }
 """The label of each kind of policy that acts, and its recipe."""
 UNGUIDED = {"guidance_scale": 1.0, "guidance_scale_2": None, "init_same_noise": False}

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -19,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from unirl.config.dependencies import need_version
-from unirl.config.errors import InvalidValueError, NotFoundError
+from unirl.config.errors import NotFoundError
 from unirl.models.chunks import batch_multiple
 from unirl.models.language.bundle import VOCABULARIES, load_network, load_tokenizer
 from unirl.models.loading.checkpoint import read_entries
@@ -29,10 +28,11 @@ from unirl.models.loading.hub import copy_files, language_directory, quiet_libra
 from unirl.models.loading.saved_weights import LANGUAGE_WEIGHTS
 from unirl.models.loading.toy_tokenizers import gemma_tokenizer
 from unirl.models.pi0 import adaptive
-from unirl.models.pi0.network import NUM_BINS, NUMBER_TOKENS, CountedEntries, Pi0Policy, Pi05Policy
+from unirl.models.pi0.network import NUM_BINS, NUMBER_TOKENS, Pi0Policy, Pi05Policy
 from unirl.models.policies.bundle import POLICY, ActionBundle, positive, shapes_of
 from unirl.models.policies.scales import NORMALIZER, OPENPI, PROCESSOR, Scale, statistics_in
 from unirl.models.policies.stage import WITH_CACHE, InstructedStage
+from unirl.models.policies.vla import EMPTY, CountedEntries, Instructor, TrainedPart, cameras_of, check_sizes
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.types.device import CPU
 from unirl.types.environments import INSTRUCTION, STATE, ContinuousActions
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from transformers import PI0Config, PI0ForConditionalGeneration, PreTrainedTokenizerBase
 
 Config = Mapping[str, Any]
-Shapes = Mapping[str, tuple[int, ...]]
-TrainedPart = Literal["expert", "all"]
 Version = Literal["pi0", "pi05"]
 CONFIG = "config.json"
 SIZES = (
@@ -72,8 +70,6 @@ CLOSING, CLOSING_TOKENS = ";\nAction: ", 5
 """The end of the text of pi0.5, and the tokens that it has in the published model."""
 NUM_ACTIONS, PROMPT_TOKENS = 7, 48
 """The numbers of an action of the usual robot, and the places for an instruction in the published model."""
-EMPTY = -1
-"""Stands in the places of an instruction that no token fills."""
 LAYERS = (
     *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
     *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
@@ -197,7 +193,8 @@ class Pi0Bundle(ActionBundle):
 
     def stage(self) -> InstructedStage:
         network = self.trainable()
-        instructor = Instructor(self.tokenizer, self.prompt_tokens, self.version)
+        start, version = self.tokenizer.bos_token, self.version
+        instructor = Instructor(self.tokenizer, self.prompt_tokens, lambda task: f"{start}{text_of(version, task)}")
         return InstructedStage(network, self.facts, instructor, network.hidden_size, self.dtype)
 
     def untrained(self) -> Pi0Policy:
@@ -263,32 +260,10 @@ class Pi0Bundle(ActionBundle):
         return Pi05Policy(network, numbers=numbers, closing=closing, padded=is_padded, **settings)
 
 
-@dataclass(frozen=True)
-class Instructor:
-    """Turns tasks into tokens, at the start of a fixed number of places."""
-
-    tokenizer: PreTrainedTokenizerBase
-    places: int
-    version: Version
-
-    def __call__(self, tasks: Sequence[str]) -> Tensor:
-        """[B, places] int64: <bos> and the text of `FORMS`, as PI0Processor and openpi write them, then empty places.
-
-        Raises:
-            InvalidValueError: 2004, an instruction has more tokens than places.
-        """
-        rows = torch.full((len(tasks), self.places), EMPTY)
-        for row, task in zip(rows, tasks, strict=True):
-            words = task if self.version == "pi0" else task.strip().replace("_", " ").replace("\n", " ")
-            text = f"{self.tokenizer.bos_token}{FORMS[self.version].format(task=words)}"
-            tokens = torch.tensor(self.tokenizer(text, add_special_tokens=False).input_ids)
-            if len(tokens) > self.places:
-                raise InvalidValueError(
-                    f"bundle.prompt_tokens={self.places}: the instruction {task!r} has {len(tokens)} tokens. "
-                    f"Set bundle.prompt_tokens={len(tokens)} or more"
-                )
-            row[: len(tokens)] = tokens
-        return rows
+def text_of(version: Version, task: str) -> str:
+    """The text about a task after <bos>, as PI0Processor and openpi write it."""
+    words = task if version == "pi0" else task.strip().replace("_", " ").replace("\n", " ")
+    return FORMS[version].format(task=words)
 
 
 def number_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, Tensor]:
@@ -330,13 +305,10 @@ def facts_of(
     sizes = configuration_of(config)
     positive(actions=actions, chunk=chunk, prompt_tokens=prompt_tokens)
     shapes = shapes_of(observations)
-    check_shapes(shapes, sizes.max_state_dim)
-    for name, value, limit, what in (
-        ("actions", actions, sizes.max_action_dim, "numbers of an action"),
-        ("chunk", chunk, sizes.chunk_size, "actions"),
-    ):
-        if value > limit:
-            raise InvalidValueError(f"bundle.{name}={value}: the model denoises {limit} {what}. Use {limit} or less")
+    check_sizes(
+        "pi0", shapes, actions, chunk,
+        state=sizes.max_state_dim, width=sizes.max_action_dim, horizon=sizes.chunk_size,
+    )  # fmt: skip
     vision = sizes.vlm_config.vision_config
     patches = (vision.image_size // vision.patch_size) ** 2
     decoders = {"dit": sizes.dit_config.num_hidden_layers}
@@ -361,32 +333,6 @@ def facts_of(
         tokens_per_decision=len(cameras_of(shapes)) * patches + prompt_tokens + after + sizes.chunk_size,
         batch_multiple=multiple,
     )
-
-
-def cameras_of(shapes: Shapes) -> tuple[str, ...]:
-    """The keys of the images."""
-    return tuple(key for key in shapes if key != STATE)
-
-
-def check_shapes(shapes: Shapes, most: int) -> None:
-    """Raises InvalidValueError (2004) for anything else than square images and a state of at most `most` numbers."""
-    for key, shape in shapes.items():
-        if key != STATE and (len(shape) != 3 or shape[0] != 3 or shape[1] != shape[2]):
-            raise InvalidValueError(
-                f"bundle.observations.{key}={list(shape)}: pi0 reads square images [3, H, H] and `{STATE}: [S]`. Name "
-                f"such cameras, as in {{agentview: [3, 256, 256], {STATE}: [8]}}, and leave out frame_stack"
-            )
-    if not cameras_of(shapes) or STATE not in shapes:
-        raise InvalidValueError(
-            f"bundle.observations names {', '.join(shapes)}: pi0 reads at least one camera and the state of the robot. "
-            f"Name both, as in {{agentview: [3, 256, 256], {STATE}: [8]}}"
-        )
-    state = shapes[STATE]
-    if len(state) != 1 or state[0] > most:
-        raise InvalidValueError(
-            f"bundle.observations.{STATE}={list(state)}: the model reads a vector of at most {most} numbers. Leave out "
-            "those that it was not tuned with"
-        )
 
 
 def toy_of(path: str, version: Version | None) -> str:

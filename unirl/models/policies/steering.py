@@ -2,8 +2,8 @@
 
     o --trained--> u,  w = bound tanh(u) --frozen, deterministic chain--> actions of the environment
 
-The frozen policy is part of the environment that the trained one acts in, and no gradient passes through it. The log-prob
-and what critics read are those of tanh(u), so SAC needs nothing of its own.
+The frozen policy is part of the environment that the trained one acts in, and no gradient passes through it. The
+log-prob and what critics read are those of tanh(u), so SAC needs nothing of its own.
 """
 
 from __future__ import annotations

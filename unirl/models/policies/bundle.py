@@ -402,6 +402,9 @@ class SteeredBundle(PolicyBundle):
             activation=activation,
         )
         del self.settings["observations"]
+        # Observations have the units of the data of the frozen policy.
+        statistics = {name: tensor for name, tensor in chain.named_buffers() if name.startswith("encoder.")}
+        network.load_state_dict(statistics, strict=False)
         inner.trainable().requires_grad_(False)
         self.inner, self.bound = inner, bound
 

@@ -3,9 +3,9 @@
     python benchmarks/asynchronous.py [--seconds 2] [--steps 8] [--runtime ray] [--json benchmarks/asynchronous.json]
 
 The engine, the reward and the loss of a toy recipe work and then sleep until their time is over, so three places need
-no three cores. The loop, its queues, the transfers of weights and rows and the files of the run are those of any run. A
-ratio is the mean time of a step, without the first and the last ones, over the time of the longest phase. It takes 3
-minutes on two cores.
+no three cores. In the last case, generation takes 0.4 and 1.6 times its mean in turns. The loop, its queues, the
+transfers of weights and rows and the files of the run are those of any run. A ratio is the mean time of a step, without
+the first and the last ones, over the time of the longest phase. It takes 3 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RECIPE = "diffusion/sd3_replica_lora_separate"
 
 
 @contextmanager
-def lasting(key: str, rows: int) -> Iterator[None]:
+def lasting(key: str, rows: float) -> Iterator[None]:
     """Sleep after the block until it has lasted for its rows' share of the phase."""
     end = time.perf_counter() + float(os.environ[key]) * rows / (PROMPTS * SAMPLES)
     yield
@@ -45,7 +45,7 @@ class SleepingEngine(ReplicaRolloutEngine):
     """Samples for a set time."""
 
     def sample(self, req):
-        with lasting("GENERATE_S", len(req)):
+        with lasting("GENERATE_S", len(req) * (1 + float(os.environ.get("VARY", "0")) * (-1) ** req.step)):
             return super().sample(req)
 
 
@@ -89,31 +89,38 @@ def step_seconds(folder: Path, runtime: str, steps: int, *overrides: str) -> lis
     return [row["time/step"] for row in rows]
 
 
-CASES = {
-    "generate, score and train equally long": (1.0, 1.0, 1.0),
-    "generate twice as long as train, score short": (1.0, 0.1, 0.5),
+IN_TURNS: tuple[str, ...] = ("asynchronous.max_staleness=0", "reward_parts=1")
+PARTED = (f"reward_parts={PARTS}",)
+AHEAD = [(f"asynchronous.max_staleness={steps}", *PARTED) for steps in (0, 1, 2)]
+FREE = [(*each, "asynchronous.order=free") for each in AHEAD[1:]]
+CASES: dict[str, tuple[tuple[float, float, float], float, list[tuple[str, ...]]]] = {
+    "generate, score and train equally long": ((1.0, 1.0, 1.0), 0.0, [IN_TURNS, *AHEAD]),
+    "generate twice as long as train, score short": ((1.0, 0.1, 0.5), 0.0, [IN_TURNS, *AHEAD]),
+    "generate 0.4 and 1.6 times as long as train in turns, score short": ((1.0, 0.1, 1.0), 0.6, [*AHEAD[1:], *FREE]),
 }
 
 
-def main(seconds: float, steps: int, runtime: str, path: str | None) -> None:
-    """Measures every case in turns, with the reward beside the engine, and at max_staleness 1 and 2."""
-    results = []
+def main(seconds: float, steps: int, runtime: str, cases: list[str], path: str | None) -> None:
+    """Measures the cases in turns, with the reward beside the engine, ahead, and in free order."""
+    about = {"runtime": runtime, "machine": platform.machine(), "cores": os.cpu_count()}
+    known = json.loads(Path(path).read_text())["results"] if path is not None and Path(path).exists() else []
+    results = [row for row in known if row["case"] not in cases]
     with tempfile.TemporaryDirectory() as name:
-        for case, shares in CASES.items():
+        for case in cases:
+            shares, vary, settings = CASES[case]
             times = [seconds * share for share in shares]
             for key, value in zip(("GENERATE_S", "SCORE_S", "TRAIN_S"), times, strict=True):
                 os.environ[key] = str(value)
-            for staleness, parts in ((0, 1), (0, PARTS), (1, PARTS), (2, PARTS)):
-                folder = Path(name) / f"{len(results)}"
-                settings = (f"asynchronous.max_staleness={staleness}", f"reward_parts={parts}")
-                measured = step_seconds(folder, runtime, steps, *settings)
-                inner = measured[staleness + 1 : len(measured) - staleness]
+            os.environ["VARY"] = str(vary)
+            for overrides in settings:
+                measured = step_seconds(Path(name) / f"{len(results)}", runtime, steps, *overrides)
+                ahead = int(overrides[0].rpartition("=")[2])
+                inner = measured[ahead + 1 : len(measured) - ahead]
                 mean = statistics.fmean(inner)
                 row = {
                     "case": case,
                     "generate_s, score_s, train_s": times,
-                    "max_staleness": staleness,
-                    "reward_parts": parts,
+                    "settings": [word for word in overrides if word not in IN_TURNS],
                     "step_s": round(mean, 3),
                     "over_the_longest_phase": round(mean / max(times), 3),
                     "steps": len(inner),
@@ -121,7 +128,6 @@ def main(seconds: float, steps: int, runtime: str, path: str | None) -> None:
                 print(json.dumps(row), flush=True)
                 results.append(row)
     if path is not None:
-        about = {"runtime": runtime, "machine": platform.machine(), "cores": os.cpu_count()}
         Path(path).write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n")
 
 
@@ -130,6 +136,7 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=2.0, help="seconds of the longest phase")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--runtime", choices=("local", "ray"), default="ray")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--json", default=None)
     args = parser.parse_args()
-    main(args.seconds, args.steps, args.runtime, args.json)
+    main(args.seconds, args.steps, args.runtime, args.cases, args.json)

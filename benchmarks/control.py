@@ -97,7 +97,7 @@ TASKS = {
         network={"net_arch": {"pi": [64, 64], "vf": [64, 64]}, "log_std_init": -0.5},
     ),
     "halfcheetah_sac": Task(
-        "HalfCheetah-v5", "embodied/halfcheetah_sac", 1000, 15, 3, "SAC",
+        "HalfCheetah-v5", "embodied/halfcheetah_sac", 1000, 100, 20, "SAC",
         {"learning_rate": 3e-4, "learning_starts": 999, **EPISODES},
         network={"net_arch": [256, 256]},
     ),
@@ -107,7 +107,7 @@ TASKS = {
         environments=16, maker="unirl.envs.metaworld:make_task", max_steps=100,
         network={"net_arch": {"pi": [64, 64], "vf": [64, 64]}},
     ),
-    "halfcheetah_crossq": Task("HalfCheetah-v5", "embodied/halfcheetah_crossq", 1000, 15, 3, "", {}),
+    "halfcheetah_crossq": Task("HalfCheetah-v5", "embodied/halfcheetah_crossq", 1000, 50, 10, "", {}),
 }  # fmt: skip
 Curve = list[tuple[int, float]]
 """Environment steps, and the mean return there."""

@@ -13,6 +13,7 @@
 #   GPUS_PER_NODE  [HOST_GPU_NUM]  devices of each node; unset = the GPUs that nvidia-smi lists
 #   RAY_AUTH_TOKEN                 one secret for all nodes (or RAY_AUTH_TOKEN_PATH). It allows to run code here.
 #                                  RAY_AUTH_MODE=disabled needs none, for trusted networks only
+#   NODE_GROUPS=1                  the recipe has node_groups, which say the devices of every node (GPUS_PER_NODE is unused)
 #   RAY_PORT=6379   JOIN_TIMEOUT_S=600   RAY_START_ARGS="--num-cpus=8"   (more options of `ray start`)
 #
 # ENTRY, VENV_DIR and REPORT_TO_WANDB work as in run_experiment_single_node.sh. DRY_RUN=1 prints what this node does
@@ -43,7 +44,8 @@ whole "$rank" || die "error[2004]: NODE_RANK=$rank is not the number of this nod
 whole "$num_nodes" || die "error[2004]: NUM_NODES=$num_nodes is not a number of nodes: set NUM_NODES (or HOST_NUM)"
 ((rank < num_nodes)) || die "error[2004]: NODE_RANK=$rank: with NUM_NODES=$num_nodes the last one is $((num_nodes - 1))"
 [[ -n "$head_ip" ]] || die "error[2004]: set HEAD_IP (or CHIEF_IP, MASTER_ADDR) to the address of the node with NODE_RANK=0"
-{ whole "$devices" && ((devices > 0)); } \
+groups() { [[ "${NODE_GROUPS:-0}" != 0 ]]; }
+groups || { whole "$devices" && ((devices > 0)); } \
   || die "error[2004]: this node shows no GPU: set GPUS_PER_NODE (or HOST_GPU_NUM) to its number of devices"
 if [[ -z "${RAY_AUTH_MODE:-}" ]]; then
   [[ -n "${RAY_AUTH_TOKEN:-}${RAY_AUTH_TOKEN_PATH:-}" ]] || die \
@@ -66,8 +68,11 @@ fi
 wait_for_nodes=("$bin/python" "$root/scripts/wait_for_nodes.py" "$num_nodes" "$join_timeout_s")
 recipe="$1"
 shift
-train=(bash "$here/run_experiment_single_node.sh" "$recipe" "num_devices=$((num_nodes * devices))" \
-  "devices_per_node=$devices" runtime=ray "$@")
+sizes=()
+groups || sizes=("num_devices=$((num_nodes * devices))" "devices_per_node=$devices")
+train=(bash "$here/run_experiment_single_node.sh" "$recipe" ${sizes[@]+"${sizes[@]}"} runtime=ray "$@")
+# Groups of nodes name nodes by this rank, which Ray's processes inherit.
+export UNIRL_NODE_RANK="$rank"
 
 show() { printf 'would run:'; printf ' %q' "$@"; printf '\n'; }
 

@@ -5,9 +5,9 @@
     python scripts/two_nodes.py --kill-second-after 20 -- ...      # kills the second node while the command runs,
     python scripts/two_nodes.py --kill-second-when FILE -- ...     # or as soon as a file exists
 
-The nodes have the addresses 127.0.0.2 and 127.0.0.3, which only this machine reaches. A random token keeps other users
-of the machine out. The command finds the cluster by RAY_ADDRESS. The exit status is that of the command, and both nodes
-are stopped at the end.
+The nodes have the addresses 127.0.0.2 (rank 0) and 127.0.0.3 (rank 1), which only this machine reaches. A random token
+keeps other users of the machine out. The command finds the cluster by RAY_ADDRESS. The exit status is that of the
+command, and both nodes are stopped at the end.
 """
 
 import argparse
@@ -27,6 +27,8 @@ from pathlib import Path
 from wait_for_nodes import wait_for_port
 
 HEAD, SECOND = "127.0.0.2", "127.0.0.3"
+RANK = "UNIRL_NODE_RANK"
+"""What a node sets before `ray start`, for groups of nodes: the head has rank 0."""
 OBJECT_STORE_BYTES = 256 * 1024**2
 PATIENCE = {
     "RAY_health_check_period_ms": "1000",
@@ -99,12 +101,11 @@ def two_nodes(num_cpus: int) -> Iterator[tuple[dict[str, str], Node]]:
     head = ["--head", f"--port={port}", f"--node-ip-address={HEAD}", "--include-dashboard=false"]
     nodes = []
     try:
-        nodes.append(Node([*head, f"--temp-dir={folder}"], num_cpus, starting, folder / "head.log"))
+        nodes.append(Node([*head, f"--temp-dir={folder}"], num_cpus, starting | {RANK: "0"}, folder / "head.log"))
         if not wait_for_port(address, time.monotonic() + JOIN_S):
             raise SystemExit(nodes[-1].refusal())
-        nodes.append(
-            Node([f"--address={address}", f"--node-ip-address={SECOND}"], num_cpus, starting, folder / "second.log")
-        )
+        joining = [f"--address={address}", f"--node-ip-address={SECOND}"]
+        nodes.append(Node(joining, num_cpus, starting | {RANK: "1"}, folder / "second.log"))
         wait_for_nodes(2, environment, nodes)
         print(f"two_nodes: RAY_ADDRESS={address}, {num_cpus} CPUs on each of two nodes", file=sys.stderr, flush=True)
         yield environment, nodes[1]

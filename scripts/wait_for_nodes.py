@@ -2,7 +2,8 @@
 
     RAY_ADDRESS=host:port python scripts/wait_for_nodes.py NUM_NODES SECONDS
 
-The exit status is 0 if NUM_NODES nodes have joined within SECONDS, otherwise 8, the status of a stall.
+The exit status is 0 if NUM_NODES nodes have joined within SECONDS, otherwise 8, the status of a stall. If this process
+has UNIRL_NODE_RANK (or RLINF_NODE_RANK), every node must have one, and no two the same: otherwise the status is 5.
 """
 
 import os
@@ -48,6 +49,23 @@ def wait_for_nodes(num_nodes: int, deadline: float) -> list[str]:
         time.sleep(0.5)
 
 
+def rank_problem() -> str | None:
+    """The error about the ranks of the nodes, if this process has a rank and they are not unique."""
+    from unirl.config.errors import ResourceError, report
+    from unirl.distributed.group.node_ranks import VARIABLES, ask_nodes, live_nodes, ranks_of
+
+    if not any(os.environ.get(name) for name in VARIABLES):
+        return None
+    nodes = live_nodes()
+    answers = ask_nodes({node.id: () for node in nodes})
+    try:
+        ranks = ranks_of({node.address: answers[node.id][0] for node in nodes})
+    except ResourceError as error:
+        return report(error)
+    print(f"unirl: ranks: {', '.join(f'{rank} {address}' for rank, address in ranks.items())}", file=sys.stderr)
+    return None
+
+
 def main(num_nodes: int, seconds: float) -> int:
     import ray
 
@@ -57,7 +75,11 @@ def main(num_nodes: int, seconds: float) -> int:
         return 8
     ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     here = wait_for_nodes(num_nodes, deadline)
+    problem = rank_problem() if len(here) >= num_nodes else None
     ray.shutdown()
+    if problem is not None:
+        print(problem, file=sys.stderr)
+        return 5
     if len(here) >= num_nodes:
         return 0
     print(

@@ -410,3 +410,43 @@ def test_a_run_on_two_nodes_names_the_node_that_left_and_continues_on_one(tmp_pa
     assert more.exitcode == 0, said_in(run)
     rows = (run / "metrics.csv").read_text().splitlines()[1:]
     assert [int(row.split(",")[0]) for row in rows] == list(range(1, max(steps) + 2))
+
+
+@pytest.mark.slow
+def test_each_group_of_a_run_is_on_its_node_with_its_environment_and_interpreter(tmp_path):
+    interpreter, run = tmp_path / "python", tmp_path / "run"
+    interpreter.write_text(f'#!/bin/sh\necho "$GROUP" >>{tmp_path}/started\nexec {sys.executable} "$@"\n')
+    interpreter.chmod(0o755)
+    words = ["embodied/quickstart_groups", "scale=toy", "runtime=ray", "num_rollouts=2", f"run.dir={run}"]
+    env = [f"node_groups.env.python_interpreter_path={interpreter}", "node_groups.env.env_vars={GROUP: env}"]
+    placed = subprocess.run(
+        [sys.executable, str(TWO_NODES), "--", sys.executable, "-m", "unirl.cli", "train", *words, *env],
+        env=clean_environment(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert placed.returncode == 0, placed.stderr
+    assert "env" in (tmp_path / "started").read_text().split()
+    assert len((run / "metrics.csv").read_text().splitlines()) == 3
+    missing = subprocess.run(
+        [
+            sys.executable,
+            str(TWO_NODES),
+            "--",
+            sys.executable,
+            "-m",
+            "unirl.cli",
+            "train",
+            *words,
+            "node_groups.env.nodes=3",
+        ],
+        env=clean_environment(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert missing.returncode == 5
+    assert "node_groups.env: no live node has rank 3; the cluster has 0 (127.0.0.2), 1 (127.0.0.3)" in missing.stderr

@@ -96,10 +96,65 @@ RLINF = [
                 - {node_ranks: 4-5, python_interpreter_path: /opt/reward/bin/python, env_vars: [{OMP_NUM_THREADS: '8'}]}
               hardware: {type: Franka}
         """,
-        {"train": "0-15", "rollout": "16-31", "reward": "cpu x2"},
+        {"train": "a800", "rollout": "nodes-4090", "reward": "cpu x2"},
         32,
     ),
+    # The heterogeneous cluster of RLinf's guide: simulation on nodes of its own, with an interpreter of their own.
+    (
+        """
+        cluster:
+          num_nodes: 3
+          component_placement:
+            actor: {node_group: train, placement: 0-7}
+            "env,rollout": {node_group: sim, placement: 0-7}
+            reward: {node_group: train, placement: 0-7}
+          node_groups:
+            - {label: train, node_ranks: 0}
+            - label: sim
+              node_ranks: 1-2
+              env_configs:
+                - node_ranks: 1-2
+                  env_vars: [{MUJOCO_GL: egl}, {MODE: "yes", PAIR: "a: b,c"}]
+                  python_interpreter_path: /opt/sim/bin/python
+        """,
+        {"train": "train", "rollout": "sim", "reward": "train"},
+        16,
+    ),
+    # A robot has a node without GPUs, where an environment server runs.
+    (
+        """
+        cluster:
+          num_nodes: 2
+          component_placement:
+            "actor,rollout": {node_group: gpu, placement: 0-3}
+            env: {node_group: franka, placement: 0}
+          node_groups:
+            - {label: gpu, node_ranks: 0}
+            - {label: franka, node_ranks: 1, hardware: {type: Franka, configs: [{node_rank: 1, robot_ip: 10.0.0.9}]}}
+        """,
+        {"train": "gpu", "rollout": "gpu"},
+        4,
+    ),
+    # Two roles on parts of one group, and a group that is placed by node.
+    (
+        """
+        cluster:
+          num_nodes: 3
+          component_placement:
+            actor: {node_group: gpu, placement: 0-3}
+            rollout: {node_group: gpu, placement: '4,5,6,7'}
+            reward: {node_group: hosts, placement: all}
+          node_groups:
+            - {label: gpu, node_ranks: 0}
+            - {label: hosts, node_ranks: 1-2, ignore_hardware: true}
+        """,
+        {"train": "gpu:0-3", "rollout": "gpu:4-7", "reward": "hosts"},
+        10,
+    ),
 ]
+
+
+TWO_KINDS, SIMULATION, ROBOT, HOSTS = (text for text, *_ in RLINF[-4:])
 
 
 @pytest.mark.parametrize(("theirs", "placement", "num_devices"), RLINF)
@@ -114,9 +169,31 @@ def test_the_answer_is_a_layout_that_a_recipe_can_have(theirs):
     assert plan_of(recipe.config).relation in ("separate", "colocate")
 
 
+def test_groups_of_rlinf_are_groups_of_nodes_with_their_environment():
+    answer = of(SIMULATION)
+    assert answer.settings["node_groups"] == {
+        "train": {"nodes": 0, "devices_per_node": 8},
+        "sim": {
+            "nodes": "1-2",
+            "devices_per_node": 4,
+            "env_vars": {"MUJOCO_GL": "egl", "MODE": "yes", "PAIR": "a: b,c"},
+            "python_interpreter_path": "/opt/sim/bin/python",
+        },
+    }
+    recipe = load(SEPARATE, ["devices_per_node=null", *answer.words])
+    assert recipe.config.node_groups["sim"].env_vars == {"MUJOCO_GL": "egl", "MODE": "yes", "PAIR": "a: b,c"}
+    assert plan_of(recipe.config).rollout.indices == tuple(range(8, 16))
+
+
+def test_a_group_placed_by_node_has_cpu_processes_and_a_robot_gets_a_server():
+    assert of(HOSTS).settings["node_groups"]["hosts"] == {"nodes": "1-2", "devices_per_node": 1, "hardware": "cpu"}
+    notes = "\n".join(of(ROBOT).notes)
+    assert "Franka is no GPU" in notes and "unirl.envs.serve RECIPE" in notes
+
+
 def test_groups_of_rlinf_keep_what_ray_needs_before_its_start():
-    answer = of(RLINF[-1][0])
-    assert answer.settings["devices_per_node"] == 8
+    answer = of(TWO_KINDS)
+    assert answer.settings["node_groups"]["a800"] == {"nodes": "0-1", "devices_per_node": 8}
     notes = "\n".join(answer.notes)
     for fact in ("/opt/reward/bin/python", "export OMP_NUM_THREADS=8", "Franka", "nodes 4-5"):
         assert fact in notes
@@ -198,11 +275,14 @@ def test_the_presets_of_vrl_are_options(words, train, rollout):
 
 def test_a_file_is_answered_with_yaml_that_can_be_pasted(tmp_path, capsys):
     file = tmp_path / "theirs.yaml"
-    file.write_text(textwrap.dedent(RLINF[-1][0]))
+    file.write_text(textwrap.dedent(TWO_KINDS))
     import_file([str(file)])
     written = yaml.safe_load(capsys.readouterr().out)
     assert written == {
-        "placement": {"train": "0-15", "rollout": "16-31", "reward": "cpu x2"},
+        "node_groups": {
+            "a800": {"nodes": "0-1", "devices_per_node": 8},
+            "nodes-4090": {"nodes": "2-3", "devices_per_node": 8},
+        },
+        "placement": {"train": "a800", "rollout": "nodes-4090", "reward": "cpu x2"},
         "num_devices": 32,
-        "devices_per_node": 8,
     }

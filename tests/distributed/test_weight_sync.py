@@ -356,6 +356,12 @@ def test_the_transport_follows_from_who_lives_where(transport: str, same_process
         assert choose_transport(transport, same_process) == outcome  # type: ignore[arg-type]
 
 
+def test_weights_cross_between_gpus_and_cpus_without_a_process_group() -> None:
+    assert choose_transport("auto", same_process=False, mixes_cpu_and_gpu=True) == "ray"
+    with pytest.raises(ConfigError, match="Use ray, or auto"):
+        choose_transport("broadcast", same_process=False, mixes_cpu_and_gpu=True)
+
+
 def test_merging_adapters_that_are_not_trained_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"merge_adapters merges adapters .*, but no adapters are trained"):
         ends(lora=None, merge_adapters=True).sync.push(0)

@@ -86,7 +86,7 @@ def test_an_error_of_the_engine_ends_the_run_at_the_step_that_needs_the_samples(
     with pytest.raises(OverflowError, match="out of sorts"):
         run(tmp_path, "num_rollouts=6", "asynchronous.max_staleness=1", "save_interval=1")
     assert [row["step"] for row in metrics_of(tmp_path)] == [1, 2]  # the second one trains while the engine fails
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("generation of step")]
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("generation of steps")]
 
 
 def test_steps_that_are_not_generated_when_a_run_ends_leave_no_thread() -> None:
@@ -99,15 +99,15 @@ def test_steps_that_are_not_generated_when_a_run_ends_leave_no_thread() -> None:
             return step
 
     pool = LocalPool(1, 1, 10.0)
-    generation = GenerationAhead(Sampler(), pool, is_concurrent=True)
+    generation = GenerationAhead(Sampler(), pool, True, 3, 2)
     for step in range(3):
         generation.begin(step, {})
     assert begun.wait(10)
-    generation.is_stopped = True
+    generation.stop()
     may_end.set()
     pool.join_threads(10.0)
     assert not any(thread.is_alive() for thread in pool.threads)
-    assert generation.begun[0].result() == 0
+    assert generation.generated.take() == 0
 
 
 @pytest.mark.slow

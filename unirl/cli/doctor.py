@@ -318,7 +318,7 @@ def _room(sizes: RecipeSizes, policy: str = "") -> str:
         return f"{needs}; the devices are those of the cluster at RAY_ADDRESS"
     if num_accelerators():
         return f"{needs}, on {config.num_devices} x {largest_device()}"
-    count = 1 if config.runtime_in_use == "local" else config.devices_per_node or config.num_devices
+    count = 1 if config.runtime_in_use == "local" else config.devices_on_node
     processes = f"{count} process{'es' * (count > 1)} on the CPU, with {memory_gib():.1f} GiB in all"
     if peak.gib * count > memory_gib():
         raise Unfit(

@@ -24,7 +24,7 @@ from unirl.plan.fit import best_changes, items_text, moment_peaks, usable
 from unirl.plan.geometry import count_of, geometry_table
 from unirl.plan.machine import CERTAIN
 from unirl.plan.micro_batch import with_auto_micro
-from unirl.plan.placement import plan_of
+from unirl.plan.placement import PlacementPlan, plan_of
 from unirl.plan.preflight import trainer_class
 from unirl.plan.saves import copied_for_saves
 from unirl.plan.sizes import RecipeSizes, RunSizes, WeightTransfer, resident_parts, sizes_of_policies
@@ -224,6 +224,7 @@ def _unsized_text(recipe: Recipe) -> str:
             f"{recipe.file.name}   {recipe.file.path}",
             geometry_table(recipe.config),
             f"placement  {plan_of(recipe.config).describe()}",
+            *_nodes_text(plan_of(recipe.config)),
             f"parameters not counted: {recipe.config.bundle.class_name} cannot say the size of its model without",
             "           loading it. A run prints the seconds of each phase and the memory in use",
         ]
@@ -241,6 +242,7 @@ def _policy_text(recipe: Recipe, sizes: RecipeSizes, device: str | None) -> str:
             f"{recipe.file.name}   {recipe.file.path}",
             geometry_table(recipe.config),
             f"placement  {plan.placement.describe()}\n           {_transfer_text(plan.transfer)}",
+            *_nodes_text(plan.placement),
             f"rollout    {_rows_text(plan)}",
             _micro_text(plan, chosen),
             *([f"decode     in tiles, chosen for {chosen.name} (pipeline.vae_tiling)"] if tiled else []),
@@ -252,6 +254,19 @@ def _policy_text(recipe: Recipe, sizes: RecipeSizes, device: str | None) -> str:
             f"measured   {_measured_text(recipe)}",
         ]
     )
+
+
+def _nodes_text(placement: PlacementPlan) -> list[str]:
+    """The groups of nodes, and which role works on their devices in each phase. Empty without groups."""
+    rows = placement.rows_of_nodes()
+    if not rows:
+        return []
+    phases = list(rows[0][3])
+    cells = [["group", "nodes", "devices", *phases]]
+    cells += [[label, nodes, devices, *by_phase.values()] for label, nodes, devices, by_phase in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    return ["nodes      " + "\n           ".join(lines)]
 
 
 def _rows_text(plan: RunSizes) -> str:

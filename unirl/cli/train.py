@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from unirl.cli.arguments import RecipeArguments, parse_recipe, recipe_parser
 from unirl.cli.signals import stoppable_start
-from unirl.config.errors import UsageError
+from unirl.config.errors import ArgumentError, UsageError
 from unirl.config.failures import Session
 from unirl.config.recipe_files import DOMAIN_OF
+from unirl.distributed.group.torchrun import TorchrunRank, release_ranks, torchrun_rank
 from unirl.tracking.streams import say
 
 if TYPE_CHECKING:
@@ -59,11 +60,38 @@ def parsed(train: Entrypoint, domain: str | None = None) -> Callable[[list[str],
             from unirl.cli.plan import show_plan
 
             return show_plan(arguments.recipe, arguments.overrides)
+        own = torchrun_rank()
+        if own is not None:
+            return _train_under_torchrun(own, train, arguments, session)
         with stoppable_start(session):
             train(arguments, session)
         return 0
 
     return command
+
+
+def _train_under_torchrun(own: TorchrunRank, train: Entrypoint, arguments: RecipeArguments, session: Session) -> int:
+    """Rank 0 trains with the workers of all ranks. The others host theirs."""
+    if own.rank:
+        from unirl.distributed.group.torchrun_worker import serve_rank
+
+        return serve_rank(own)
+    typed = dict(word.lstrip("+").partition("=")[::2] for word in arguments.overrides)
+    for key, value in (("runtime", "torchrun"), ("num_devices", str(own.world_size))):
+        if typed.get(key, value) != value:
+            raise ArgumentError(
+                f"{key}={typed[key]}: torchrun started WORLD_SIZE={own.world_size} processes, which are the devices of "
+                f"the run. Leave {key} out, or start the run without torchrun"
+            )
+    words = ["runtime=torchrun", f"num_devices={own.world_size}"]
+    if own.local_world_size < own.world_size:
+        words.append(f"devices_per_node={own.local_world_size}")
+    try:
+        with stoppable_start(session):
+            train(replace(arguments, overrides=(*arguments.overrides, *words)), session)
+    finally:
+        release_ranks(own)
+    return 0
 
 
 def printed(arguments: RecipeArguments) -> ComposedConfig:

@@ -7,12 +7,15 @@ with the line to write.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from unirl.config.device_sets import spell
 from unirl.config.errors import ConfigError, GeometryError, InvalidValueError, did_you_mean
-from unirl.config.merge import Tree, get
+from unirl.config.foreign_groups import ForeignGroup, place_of, written_groups
+from unirl.config.merge import Tree
 from unirl.config.ranks import rank_items
 from unirl.config.recipe import MAX_DEVICES
 
@@ -24,6 +27,8 @@ RLINF_KEYS = ("num_nodes", "component_placement", "node_groups", "auto_scheduler
 RLINF_GROUP = ("label", "node_ranks", "env_configs", "hardware", "ignore_hardware")
 ROLE_OF = {"actor": "train", "rollout": "rollout", "env": "rollout", "reward": "reward"}
 """A component of RLinf to the role that does its work. Environments live in the processes of the engine."""
+_PLAIN = re.compile(r"(?!(?:true|false|yes|no|on|off|null|~)$)[A-Za-z0-9_/.-][A-Za-z0-9_/. -]*", re.IGNORECASE)
+"""Text that YAML's flow style reads as this text, without quotes."""
 RANKS = "ranks such as 0-3, 0,2 or 0-1:0-3, or all"
 INSIDE = {"inference": "train", "critic": "train", "agent": "rollout"}
 """A component of RLinf without a role of its own to the role in whose processes its work is done."""
@@ -52,6 +57,8 @@ def flow(value: object) -> str:
     """A value in YAML's flow style, which is that of Hydra, too: `{train: 0-3, rollout: rest}`."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {flow(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, str) and not _PLAIN.fullmatch(value):
+        return json.dumps(value)
     return str(value)
 
 
@@ -212,53 +219,110 @@ def _from_rlinf(cluster: Mapping[str, object], num_devices: int | None) -> Forei
     components = [part for key, place in entries.items() for part in _components(key, place, groups)]
     notes: list[str] = []
     on_hosts = [part for part in components if part.group == "node"]
-    on_devices = [part for part in components if part.group != "node"]
-    offsets, total = _offsets(on_devices)
-    if total == 0:
-        total = num_devices or 0
+    on_devices = _beside_rollout([part for part in components if part.group != "node"], notes)
+    devices = _devices_of(on_devices, groups, num_devices, num_nodes, notes)
     sets: dict[str, set[int]] = {}
     for part in on_devices:
-        role = ROLE_OF.get(part.name)
+        role, own = ROLE_OF.get(part.name), devices[part.group]
         if role is None:
             notes.append(_inside(part.name))
             continue
-        if part.name == "env":
-            notes.append("env: environments run in the processes of the engine (pipeline.env)")
-        first = offsets[part.group]
-        ranks = range(total) if part.ranks is None else (first + rank for rank in part.ranks)
-        sets.setdefault(role, set()).update(ranks)
+        sets.setdefault(role, set()).update(own if part.ranks is None else (own[rank] for rank in part.ranks))
         if part.ranks is not None and part.num_processes not in (None, len(part.ranks)):
             notes.append(
                 f"{part.name}: {part.num_processes} processes on {len(part.ranks)} devices; here every device has one"
             )
-    placement: dict[str, object] = dict(_shared_or_apart(sets, notes)) if total else dict.fromkeys(sets, "all")
+    places = _shared_or_apart(sets, notes)
+    used = {index for indices in sets.values() for index in indices}
+    settings: dict[str, object] = {}
+    written: Mapping[str, object] | None = None
+    if used and groups and "cluster" not in devices:
+        number = {index: position for position, index in enumerate(sorted(used))}
+        own_devices = {label: [number[index] for index in own if index in used] for label, own in devices.items()}
+        own_devices = {label: own for label, own in own_devices.items() if own}
+        written = written_groups(groups, own_devices, notes)
+    if written is not None:
+        placement: dict[str, object] = {
+            role: place_of(indices, groups, own_devices) for role, indices in places.items()
+        }
+        settings = {"node_groups": written}
+    else:
+        placement = {role: spell(indices) for role, indices in places.items()} if used else dict.fromkeys(sets, "all")
     for part in on_hosts:
         placement |= _on_host(part, num_nodes, notes)
-    settings: dict[str, object] = {"placement": placement} if placement else {}
-    used = len({index for indices in sets.values() for index in indices})
+    if placement:
+        settings["placement"] = placement
     if used:
-        settings["num_devices"] = used
-    settings |= _per_node(used, num_nodes, groups, on_devices)
+        settings["num_devices"] = len(used)
+    if written is None:
+        settings |= _per_node(len(used), num_nodes, groups, on_devices)
     if placement and not used:
         notes.append("set num_devices to the number of devices of all nodes together")
-    return ForeignPlacement(settings, (*notes, *_group_notes(groups)))
+    about = [note for label, group in groups.items() for note in group.notes(group.own_label in (written or ()))]
+    return ForeignPlacement(settings, (*notes, *about))
+
+
+def _beside_rollout(parts: Sequence[_Component], notes: list[str]) -> list[_Component]:
+    """The components without environments that are on other nodes than the rollout, in whose processes they run."""
+    rollouts = {part.group for part in parts if part.name == "rollout"}
+    kept = []
+    for part in parts:
+        if part.name == "env" and rollouts and part.group not in rollouts:
+            notes.append(
+                f"env: environments run in the processes of the rollout. For those on the nodes of {part.group}, start "
+                "python -m unirl.envs.serve RECIPE there and set pipeline.env to unirl.envs.remote.RemoteEnvironment"
+            )
+            continue
+        if part.name == "env":
+            notes.append("env: environments run in the processes of the engine (pipeline.env)")
+        kept.append(part)
+    return kept
+
+
+def _devices_of(
+    parts: Sequence[_Component],
+    groups: Mapping[str, ForeignGroup],
+    num_devices: int | None,
+    num_nodes: int,
+    notes: list[str],
+) -> dict[str, range]:
+    """The devices of each group that a component is on, numbered group by group."""
+    sizes: dict[str, int] = {}
+    for part in parts:
+        size = 0 if part.ranks is None else max(part.ranks) + 1
+        sizes[part.group] = max(sizes.get(part.group, 0), size)
+    for label, size in sizes.items():
+        if size == 0 and label in groups:
+            nodes = len(groups[label].nodes)
+            per_node = 1 if groups[label].places_by_node or num_devices is None else num_devices // num_nodes
+            sizes[label] = max(per_node, 1) * nodes
+            if not groups[label].places_by_node and num_devices is None:
+                notes.append(f"{label}: set devices_per_node to the GPUs of each of its nodes, and num_devices to all")
+        elif size == 0 and len(sizes) == 1:
+            sizes[label] = num_devices or 0
+    ranges: dict[str, range] = {}
+    first = 0
+    for label, size in sizes.items():
+        ranges[label] = range(first, first + size)
+        first += size
+    return ranges
 
 
 def _per_node(
-    used: int, num_nodes: int, groups: Mapping[str, Mapping[str, object]], parts: Sequence[_Component]
+    used: int, num_nodes: int, groups: Mapping[str, ForeignGroup], parts: Sequence[_Component]
 ) -> dict[str, object]:
     """The devices of each node, if several nodes have devices and share them equally."""
     named = {part.group for part in parts} & set(groups)
-    nodes = {rank for name in named for rank in _node_ranks(name, groups[name], num_nodes)} or set(range(num_nodes))
+    nodes = {rank for name in named for rank in groups[name].nodes} or set(range(num_nodes))
     return {"devices_per_node": used // len(nodes)} if len(nodes) > 1 and used and used % len(nodes) == 0 else {}
 
 
-def _groups(value: object, num_nodes: int) -> dict[str, Mapping[str, object]]:
+def _groups(value: object, num_nodes: int) -> dict[str, ForeignGroup]:
     """The groups of nodes by label."""
     items = [] if value is None else value
     if not isinstance(items, (list, tuple)):
         raise InvalidValueError(f"cluster.node_groups={value} must be a list of groups, each with label and node_ranks")
-    groups: dict[str, Mapping[str, object]] = {}
+    groups: dict[str, ForeignGroup] = {}
     for index, item in enumerate(items):
         path = f"cluster.node_groups[{index}]"
         group = _mapping(path, item)
@@ -268,8 +332,7 @@ def _groups(value: object, num_nodes: int) -> dict[str, Mapping[str, object]]:
             raise InvalidValueError(
                 f"{path}.label={label} must be a name of its own; cluster and node are those of RLinf itself"
             )
-        _node_ranks(label, group, num_nodes)
-        groups[label] = group
+        groups[label] = ForeignGroup(label, tuple(_node_ranks(label, group, num_nodes)), group)
     return groups
 
 
@@ -310,22 +373,8 @@ def _components(key: str, place: object, groups: Mapping[str, object]) -> Iterat
         yield _Component(name.strip(), group, ranks, num_processes)
 
 
-def _offsets(parts: Sequence[_Component]) -> tuple[dict[str, int], int]:
-    """The number of the first device of each group, and of all devices that are named. Groups follow each other."""
-    sizes: dict[str, int] = {}
-    for part in parts:
-        size = 0 if part.ranks is None else max(part.ranks) + 1
-        sizes[part.group] = max(sizes.get(part.group, 0), size)
-    offsets: dict[str, int] = {}
-    total = 0
-    for group, size in sizes.items():
-        offsets[group] = total
-        total += size
-    return offsets, total
-
-
-def _shared_or_apart(sets: Mapping[str, set[int]], notes: list[str]) -> dict[str, str]:
-    """The places of the roles, of which two share all of their devices or none, numbered from 0 without gaps."""
+def _shared_or_apart(sets: Mapping[str, set[int]], notes: list[str]) -> dict[str, list[int]]:
+    """The devices of the roles, of which two share all of their devices or none, numbered from 0 without gaps."""
     merged = {role: set(indices) for role, indices in sets.items()}
     for _ in merged:  # a union may meet a third role
         for role, indices in merged.items():
@@ -337,7 +386,7 @@ def _shared_or_apart(sets: Mapping[str, set[int]], notes: list[str]) -> dict[str
                     other.update(union)
     used = sorted({index for indices in merged.values() for index in indices})
     number = {index: position for position, index in enumerate(used)}
-    return {role: spell(sorted(number[index] for index in indices)) for role, indices in merged.items()}
+    return {role: sorted(number[index] for index in indices) for role, indices in merged.items()}
 
 
 def _on_host(part: _Component, num_nodes: int, notes: list[str]) -> dict[str, object]:
@@ -357,24 +406,3 @@ def _on_host(part: _Component, num_nodes: int, notes: list[str]) -> dict[str, ob
 def _inside(name: str) -> str:
     where = INSIDE.get(name)
     return f"{name}: part of {where} here" if where else f"{name}: there is no such role here"
-
-
-def _group_notes(groups: Mapping[str, Mapping[str, object]]) -> Iterator[str]:
-    """A note for each setting of a group of nodes other than its place."""
-    for label, group in groups.items():
-        if group.get("hardware") is not None:
-            yield f"{label}: hardware={get(dict(group), 'hardware.type', group['hardware'])} has no counterpart here"
-        configs = group.get("env_configs")
-        for config in configs if isinstance(configs, (list, tuple)) else ():
-            block = _mapping(f"cluster.node_groups ({label}).env_configs", config)
-            yield f"{label}: before `ray start` on nodes {block.get('node_ranks', 'all')}: {_exports(block)}"
-
-
-def _exports(config: Mapping[str, object]) -> str:
-    """The environment of a node as a shell sets it. Workers of Ray have the environment of `ray start`."""
-    variables = config.get("env_vars")
-    pairs = [item for item in variables if isinstance(item, Mapping)] if isinstance(variables, (list, tuple)) else []
-    words = [f"export {name}={value}" for pair in pairs for name, value in pair.items()]
-    if path := config.get("python_interpreter_path"):
-        words.append(f"use the `ray` of {path}, which then runs the workers of the node")
-    return "; ".join(words) or "nothing"

@@ -14,13 +14,17 @@ from unirl.config.errors import did_you_mean
 from unirl.config.evaluation import EvaluationConfig, NonNegative, NonNegativeFloat, Positive
 from unirl.config.live import ProfileConfig, TrackingConfig
 from unirl.config.node import Node
+from unirl.config.node_groups import NodeGroup
 from unirl.config.saving import CheckpointConfig, RestartConfig
 from unirl.config.watching import WatchConfig
 from unirl.types.credit import CreditName
 
 Where = str | int | tuple[int, ...]
-"""Devices of a role: `0-3`, `0,2`, `3`, `[0, 2]`, `all`, `rest`, `in train`, `in rollout`, `cpu`, `cpu x2`."""
+"""Devices of a role: `0-3`, `0,2`, `3`, `[0, 2]`, `all`, `rest`, `in train`, `in rollout`, `cpu`, `cpu x2`; or those of
+a group of nodes: `LABEL`, `LABEL:0-3`."""
 
+Runtime = Literal["local", "ray", "torchrun"]
+"""Where roles run: in the driver's process, in workers of Ray, or in processes of torchrun."""
 MAX_DEVICES = 2**16
 
 
@@ -86,6 +90,32 @@ class AsynchronousConfig:
     max_staleness: NonNegative = 0
     """Steps by which the weights that sample are behind those that are trained. 0 = generate, then train; more needs an
     engine on devices of its own (placement.rollout)."""
+    order: Literal["fixed", "free"] = "fixed"
+    """fixed: every step comes from the weights of max_staleness steps before, and a second run is equal bit for bit.
+    free: the engine gets new weights between two of the `reward_parts` of a step, as soon as they exist."""
+    steps_ahead: Annotated[int, Meta(ge=1)] | None = None
+    """Steps that wait to be trained or are generated, with order=free; null = max_staleness. With more of them, samples
+    can be older than max_staleness steps when their turn comes."""
+    too_old: Literal["redraw", "drop", "correct"] = "redraw"
+    """What becomes of such samples. redraw: their prompts are sampled again. drop: they are not trained. correct: they
+    are trained, with the importance ratio or weights of the loss."""
+
+    def __post_init__(self) -> None:
+        if self.is_free and not self.max_staleness:
+            raise ValueError("order=free lets the engine run ahead, so max_staleness must be >= 1, got 0")
+        if not self.is_free and (self.steps_ahead is not None or self.too_old != "redraw"):
+            key = "steps_ahead" if self.steps_ahead is not None else "too_old"
+            raise ValueError(f"{key} belongs to order=free: with order=fixed no sample is older than max_staleness")
+
+    @property
+    def is_free(self) -> bool:
+        """The engine does not wait for the end of a step."""
+        return self.order == "free"
+
+    @property
+    def num_ahead(self) -> int:
+        """Steps that are begun before the weights learn from an earlier one."""
+        return self.steps_ahead or self.max_staleness
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,10 +172,14 @@ class RunSettings:
     """Devices of the pool: GPUs, or CPU processes on a machine without a GPU."""
     devices_per_node: Positive | None = None
     """Devices of each node; absent = one node has all devices."""
-    runtime: Literal["local", "ray"] | None = None
-    """local = every role in this process; ray = one worker per device; absent = local for one device, else ray."""
+    node_groups: dict[str, NodeGroup] | None = None
+    """Label to nodes of a Ray cluster that differ: GPUs of several kinds, or CPU nodes. Roles are placed on labels."""
+    runtime: Runtime | None = None
+    """local = every role in this process; ray = one worker per device; torchrun = the processes that torchrun started;
+    absent = torchrun under torchrun, else local for one device, else ray."""
     placement: dict[str, Where] | None = None
-    """Role to devices, such as {train: 0-3, rollout: 4-7}; absent = every role shares every device."""
+    """Role to devices, such as {train: 0-3, rollout: 4-7}, or to groups of nodes, such as {train: LABEL, rollout:
+    "LABEL:0-3"}; absent = every role shares every device."""
     stall_timeout_s: Annotated[float, Meta(gt=0), Meta(le=1e9)] = 1800.0
     """A call that makes no progress for so long has stalled: the run ends and prints the stack of every worker. A
     denoising step, a decoded or scored chunk, a micro-batch, a chunk of tokens and the import of a module are
@@ -177,7 +211,14 @@ class RunSettings:
     UNIRL_PLUGINS or ~/.config/unirl/plugins allows it."""
 
     @property
-    def runtime_in_use(self) -> Literal["local", "ray"]:
+    def devices_on_node(self) -> int:
+        """The devices of a node, or those of the node with the most if nodes differ."""
+        if self.node_groups:
+            return max(group.devices_per_node for group in self.node_groups.values())
+        return self.devices_per_node or self.num_devices
+
+    @property
+    def runtime_in_use(self) -> Runtime:
         """The runtime of the recipe, or the one that follows from the number of devices."""
         return self.runtime or ("local" if self.num_devices == 1 else "ray")
 

@@ -9,9 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from msgspec import ValidationError, convert
+
 from unirl.config.build import SPECIAL, schemas_of
 from unirl.config.device_sets import num_device_sets, num_named, scaled, with_rest
+from unirl.config.errors import ConfigError
 from unirl.config.merge import ConfigLayer, Tree, fold, get, join, leaves, put
+from unirl.config.node_groups import NodeGroup, devices_of_groups, numbered, shrunk
 from unirl.config.recipe import MAX_DEVICES, policy_keys
 
 QUANTITIES: Mapping[str, object] = {
@@ -91,6 +95,8 @@ def _is_small(value: object, other: object) -> bool:
 def _devices(tree: Tree, typed: Tree) -> Tree:
     """The fewest devices that the layout can have, or those of the command line, and the layout on these devices."""
     placement = tree.get("placement")
+    if isinstance(tree.get("node_groups"), dict):
+        return _grouped_devices(tree, typed)
     if not isinstance(placement, dict):
         return {"num_devices": 1, "runtime": None}
     if get(typed, "placement.train") is not None or get(typed, "placement.rollout") is not None:
@@ -105,6 +111,44 @@ def _devices(tree: Tree, typed: Tree) -> Tree:
         "num_devices": fewest,
         "placement": scaled(placement, wanted),
         "runtime": "local" if wanted <= fewest else None,
+    }
+
+
+def _grouped_devices(tree: Tree, typed: Tree) -> Tree:
+    """One node of each group, with one device for each part of the group that roles share, in one process.
+
+    Groups or roles that the command line names are kept as they are.
+    """
+    try:
+        groups = convert(tree.get("node_groups"), dict[str, NodeGroup])
+        if "node_groups" in typed or "placement" in typed:
+            return {"num_devices": sum(group.num_devices for group in groups.values())}
+        placement = tree.get("placement")
+        return _one_node_each(groups, placement if isinstance(placement, dict) else {})
+    except (ConfigError, ValidationError):  # the check of the recipe says what is wrong
+        return {}
+
+
+def _one_node_each(groups: Mapping[str, NodeGroup], placement: Mapping[str, object]) -> Tree:
+    devices = devices_of_groups(groups)
+    in_numbers = numbered(placement, groups)
+    parts: dict[str, list[object]] = {label: [] for label in groups}
+    places: dict[str, object] = {}
+    for role, place in placement.items():
+        label = place.partition(":")[0].strip() if isinstance(place, str) else ""
+        if label not in devices:
+            places[role] = place
+            continue
+        if in_numbers[role] not in parts[label]:
+            parts[label].append(in_numbers[role])
+        places[role] = f"{label}:{parts[label].index(in_numbers[role])}"
+    sizes = {label: max(len(own), 1) for label, own in parts.items()}
+    num_devices = sum(sizes.values())
+    return {
+        "num_devices": num_devices,
+        "node_groups": shrunk(groups, sizes),
+        "placement": places,
+        "runtime": "local",
     }
 
 

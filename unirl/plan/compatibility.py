@@ -209,6 +209,7 @@ def _asynchronous_problems(config: RecipeConfig, needs: Needs, plan: PlacementPl
     staleness = config.asynchronous.max_staleness
     if not staleness:
         return
+    yield from _free_order_problems(config, needs)
     key, loss = f"asynchronous.max_staleness={staleness}", config.algorithm.class_name
     if plan.relation != "separate":
         yield (
@@ -235,6 +236,23 @@ def _asynchronous_problems(config: RecipeConfig, needs: Needs, plan: PlacementPl
         yield (
             f"{key}: row_transport=collective needs the sender of rows at the same time as their reader, and here both "
             "are busy at different times. Set row_transport=object_store"
+        )
+
+
+def _free_order_problems(config: RecipeConfig, needs: Needs) -> Iterator[str]:
+    """Samples of several ages in a step need settings that do not change from step to step."""
+    settings, loss = config.asynchronous, config.algorithm.class_name
+    if not settings.is_free:
+        return
+    if config.refill is not None:
+        yield (
+            "asynchronous.order=free and refill: dynamic sampling draws until a step has enough groups, so the step "
+            "has no parts that could wait. Leave refill out, or set asynchronous.order=fixed"
+        )
+    if settings.too_old == "correct" and not needs.behaviour_logp:
+        yield (
+            "asynchronous.too_old=correct trains old samples by the log-probs under the weights that sampled them, and "
+            f"{loss} does not read these. Set algorithm.old_logp_source=rollout, or asynchronous.too_old=redraw"
         )
 
 
@@ -295,8 +313,8 @@ def _weighted_scorers(node: Node) -> Iterator[Node]:
 
 def _profile_problems(config: RecipeConfig, needs: Needs, plan: PlacementPlan) -> Iterator[str]:
     """The profiler sees the process of the driver alone."""
-    if config.profile is not None and config.runtime_in_use == "ray":
+    if config.profile is not None and config.runtime_in_use != "local":
         yield (
-            "profile traces the process of the driver, and with runtime=ray the roles work in processes of their own. "
-            "Set num_devices=1 and runtime=local, or write ~profile"
+            f"profile traces the process of the driver, and with runtime={config.runtime_in_use} the roles work in "
+            "processes of their own. Set num_devices=1 and runtime=local, or write ~profile"
         )

@@ -10,6 +10,7 @@ from unirl.config.build import build
 from unirl.config.dependencies import check_ray_address
 from unirl.config.errors import GeometryError, IncompatibleError
 from unirl.config.node import Node, nodes_below
+from unirl.config.node_groups import CPU_HARDWARE, group_of_device
 from unirl.config.recipe import RecipeConfig
 from unirl.plan.placement import REPLICA, SYNC, PlacementPlan
 
@@ -92,7 +93,7 @@ def transport_of(config: RecipeConfig, plan: PlacementPlan) -> str:
     if not plan.is_dedicated:
         return "none"
     if config.sync_transport in (None, "auto"):
-        return "in_process" if in_one_process(config, plan) else BETWEEN_PROCESSES[0]
+        return "in_process" if in_one_process(config, plan) else BETWEEN_PROCESSES[_mixes_hardware(config, plan)]
     return str(config.sync_transport)
 
 
@@ -104,6 +105,8 @@ def _check_runtime(config: RecipeConfig, plan: PlacementPlan) -> None:
                 f"runtime=local is one process, and {role} has {len(device_set)} devices ({device_set}). Set "
                 f"runtime=ray, which has one worker per device, or {fewer}"
             )
+    if config.runtime_in_use == "torchrun":
+        _check_torchrun(config, plan)
     per_node = config.devices_per_node
     if per_node is not None and config.num_devices % per_node:
         divisors = [str(size) for size in range(1, config.num_devices + 1) if config.num_devices % size == 0]
@@ -113,15 +116,35 @@ def _check_runtime(config: RecipeConfig, plan: PlacementPlan) -> None:
         )
 
 
+def _check_torchrun(config: RecipeConfig, plan: PlacementPlan) -> None:
+    """Refuses what needs other processes than the one of each device."""
+    if plan.is_dedicated:
+        raise IncompatibleError(
+            f"runtime=torchrun trains recipes whose engine samples with the trained weights, and "
+            f"{config.rollout.class_name} has weights of its own, which need workers of Ray. Start the run without "
+            "torchrun (runtime=ray)"
+        )
+    if plan.reward.kind == "cpu":
+        raise IncompatibleError(
+            f"placement.reward={plan.reward} needs processes beside those of torchrun. Leave it out, so that the "
+            "reward runs on the devices, or start the run without torchrun (runtime=ray)"
+        )
+    if config.node_groups:
+        raise IncompatibleError(
+            "node_groups places workers on nodes of a Ray cluster, and torchrun has started them already. Start the "
+            "run without torchrun (runtime=ray)"
+        )
+
+
 def _check_row_service(config: RecipeConfig) -> None:
     """A service carries rows between worker processes, in place of another transport."""
     if config.transfer_queue is None:
         return
     service = f"transfer_queue={config.transfer_queue.class_name}"
-    if config.runtime_in_use == "local":
+    if config.runtime_in_use != "ray":
         raise IncompatibleError(
-            f"{service} carries rows between processes, and runtime=local is one process. Set runtime=ray, or leave "
-            "transfer_queue out"
+            f"{service} carries rows between workers of Ray, and runtime={config.runtime_in_use} has none. Set "
+            "runtime=ray, or leave transfer_queue out"
         )
     if config.row_transport != "object_store":
         raise IncompatibleError(
@@ -162,6 +185,7 @@ def _check_transport(config: RecipeConfig, plan: PlacementPlan) -> None:
             "sync.transport=in_process"
         )
     if transport in legal:
+        _check_mixed_hardware(config, plan, transport)
         return
     where = f"train is on {plan.train} and rollout on {plan.rollout}"
     others = "place the roles on other devices"
@@ -179,6 +203,32 @@ def _check_transport(config: RecipeConfig, plan: PlacementPlan) -> None:
     )
 
 
+def _mixes_hardware(config: RecipeConfig, plan: PlacementPlan) -> bool:
+    """True if one of train and rollout is on a group of GPUs, and the other one on a group of CPU nodes."""
+    groups = config.node_groups or {}
+    if not groups:
+        return False
+    sets = (plan.train, plan.rollout)
+    hardware = [groups[group_of_device(groups, each.indices[0])].hardware for each in sets]
+    return hardware.count(CPU_HARDWARE) == 1 and None not in hardware
+
+
+def _check_mixed_hardware(config: RecipeConfig, plan: PlacementPlan, transport: str) -> None:
+    """Refuses process groups of GPUs and CPU processes, for weights and for rows."""
+    if not _mixes_hardware(config, plan):
+        return
+    where = f"train is on {plan.words_of(plan.train)} and rollout on {plan.words_of(plan.rollout)}, GPUs and CPUs"
+    if transport == "broadcast":
+        raise IncompatibleError(
+            f"sync.transport=broadcast joins both in one process group, and {where}. Set sync.transport=ray, or auto"
+        )
+    if config.row_transport == "collective":
+        raise IncompatibleError(
+            f"row_transport=collective joins all workers in one process group, and {where}. Set "
+            "row_transport=object_store"
+        )
+
+
 def layout_notices(config: RecipeConfig, plan: PlacementPlan, num_samples: int) -> Iterator[str]:
     """Settings without effect, stale weights, and padding rows."""
     interval = config.weight_sync_interval
@@ -194,6 +244,8 @@ def layout_notices(config: RecipeConfig, plan: PlacementPlan, num_samples: int) 
             yield f"row_transport={config.row_transport} {reason}"
         if config.devices_per_node is not None:
             yield f"devices_per_node={config.devices_per_node} {reason}"
+        if config.node_groups and config.scale != "toy":
+            yield f"node_groups {reason}: it only numbers the devices, and its env_vars are not set"
     allocator = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if transport_of(config, plan) == "cuda_ipc" and "expandable_segments:True" in allocator:
         yield (

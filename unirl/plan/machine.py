@@ -70,7 +70,7 @@ def is_elsewhere(config: RecipeConfig) -> bool:
 
 def scores_elsewhere(config: RecipeConfig) -> bool:
     """True for a run on several machines, whose reward may be on another one than the driver."""
-    return config.devices_per_node not in (None, config.num_devices)
+    return bool(config.node_groups) or config.devices_per_node not in (None, config.num_devices)
 
 
 def check_engines(recipe: Recipe) -> None:
@@ -95,7 +95,7 @@ def hidden_devices(config: RecipeConfig) -> str | None:
     enough: device sets share it.
     """
     seen, installed, setting = num_accelerators(), num_installed(), os.environ.get(VISIBLE)
-    needed = 1 if config.runtime_in_use == "local" else config.devices_per_node or config.num_devices
+    needed = 1 if config.runtime_in_use == "local" else config.devices_on_node
     if seen >= needed or (seen == 0 and not _needs_gpu(config, installed, setting)):
         return None
     variables = [name for name in (VISIBLE, "NVIDIA_VISIBLE_DEVICES") if name in os.environ]

@@ -67,6 +67,7 @@ def policy_notices(config: RecipeConfig, plan: PlacementPlan, geometry: Geometry
             f"stack.micro_batch_size={geometry.micro_batch_size} has no effect: stack.micro_batch_tokens cuts the rows"
         )
     yield from _stale_samples(config, needs)
+    yield from _free_order(config)
     yield from _unusual_values(config, geometry)
     yield from _idle_backend_blocks(config, needs)
 
@@ -83,6 +84,27 @@ def _stale_samples(config: RecipeConfig, needs: Needs) -> Iterator[str]:
         "algorithm.old_logp_source=rollout, whose importance ratio starts from the weights that sampled"
         + (f", or algorithm.mismatch._target_={TOKEN_TIS}" if "mismatch" in config.algorithm.values else "")
     )
+
+
+def _free_order(config: RecipeConfig) -> Iterator[str]:
+    """What a user should know of a run whose order of events is a matter of timing."""
+    settings = config.asynchronous
+    if not settings.is_free:
+        return
+    yield (
+        "asynchronous.order=free: the ages of samples depend on timing. Determinism class of the run: statistical. A "
+        "second or a resumed run is equal in distribution only"
+    )
+    if settings.too_old != "redraw" and settings.num_ahead <= settings.max_staleness:
+        yield (
+            f"asynchronous.too_old={settings.too_old} has no effect: with {settings.num_ahead} steps ahead no sample "
+            f"is older than max_staleness={settings.max_staleness}. Raise asynchronous.steps_ahead, or leave it out"
+        )
+    if config.reward_parts == 1:
+        yield (
+            "asynchronous.order=free with reward_parts=1: the engine takes new weights between two parts of a step, "
+            "and a step has one. Raise reward_parts"
+        )
 
 
 def _unusual_values(config: RecipeConfig, geometry: Geometry) -> Iterator[str]:

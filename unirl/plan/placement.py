@@ -3,6 +3,7 @@
     placement: {train: 0-3, rollout: 4-7}    disjoint device sets: separate
     placement: {train: 0-3, rollout: 0-3}    equal device sets: colocate, the roles take turns
     placement: {train: 0, rollout: rest}     separate: rollout has all devices that no other role names
+    placement: {train: gpus, rollout: hosts} separate: labels of node_groups stand for the devices of their nodes
     (none)                                   all roles on all devices
 
 An engine without weights of its own samples with the train role's modules: trainside. In colocate the roles also share
@@ -13,12 +14,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, cast
 
 from unirl.config.device_sets import REST, DeviceSet, device_set_at, everywhere, example, show, spell, with_rest
 from unirl.config.errors import ConfigError, GeometryError, IncompatibleError, did_you_mean
 from unirl.config.node import Node
+from unirl.config.node_groups import NodeGroups, check_groups, devices_of_groups, group_of_device, numbered
 from unirl.config.recipe import RecipeConfig, Where
 from unirl.config.schema import dotted_name
 from unirl.distributed.weight_sync.sync import EngineSync
@@ -48,6 +50,7 @@ class PlacementPlan:
     rollout: DeviceSet
     reward: DeviceSet
     relation: Relation
+    node_groups: NodeGroups = field(default_factory=dict)
 
     @property
     def is_dedicated(self) -> bool:
@@ -65,9 +68,40 @@ class PlacementPlan:
         for role, device_set in self.device_sets.items():
             roles.setdefault(device_set, []).append(role)
         return f"{self.relation}: " + ", ".join(
-            f"{_list(names)} on {device_set.words}{' in processes of their own' if device_set.process else ''}"
+            f"{_list(names)} on {self.words_of(device_set)}{' in processes of their own' if device_set.process else ''}"
             for device_set, names in roles.items()
         )
+
+    def words_of(self, device_set: DeviceSet) -> str:
+        """`devices 0-3`, with the groups of nodes that have them: `devices 0-3 (gpus)`."""
+        labels = dict.fromkeys(
+            group_of_device(self.node_groups, index)
+            for index in device_set.indices
+            if self.node_groups and device_set.kind == "device"
+        )
+        return f"{device_set.words} ({', '.join(labels)})" if labels else device_set.words
+
+    def rows_of_nodes(self) -> list[tuple[str, str, str, dict[str, str]]]:
+        """What each part of each group of nodes does: (group, nodes, devices, phase -> roles that work there)."""
+        rows = []
+        for label, devices in devices_of_groups(self.node_groups).items():
+            parts = dict.fromkeys(
+                each.devices for each in self.device_sets.values() if {*each.indices} & {*devices} and len(each)
+            )
+            for part in parts:
+                if part.kind == "device":
+                    own = DeviceSet("device", tuple(index for index in part.indices if index in devices))
+                    rows.append((label, self.node_groups[label].words, own.words, self._roles_by_phase(part)))
+        return rows
+
+    def _roles_by_phase(self, part: DeviceSet) -> dict[str, str]:
+        """The role that works on these devices in each phase of a step."""
+        roles = {role for role, device_set in self.device_sets.items() if device_set.devices == part}
+        synced = roles & {"train", "rollout"} if self.is_dedicated else set()
+        by_phase = {"sync": synced, "generate": {"rollout"}, "reward": {"reward"}, "train": {"train"}}
+        return {
+            phase: _list(sorted(working & roles)) if working & roles else "-" for phase, working in by_phase.items()
+        }
 
 
 def plan_of(config: RecipeConfig) -> PlacementPlan:
@@ -93,28 +127,38 @@ def plan_of(config: RecipeConfig) -> PlacementPlan:
         reward = train if where == "in train" else rollout
     else:
         reward = device_set_at("reward", where, config.num_devices)
-    plan = PlacementPlan(train=train, rollout=rollout, reward=reward, relation=relation)
+    plan = PlacementPlan(
+        train=train, rollout=rollout, reward=reward, relation=relation, node_groups=config.node_groups or {}
+    )
     _check_overlaps(plan, config.num_devices)
-    _check_all_used(plan, config.num_devices)
+    _check_all_used(plan, config.num_devices, config.node_groups or {})
     return plan
 
 
 def _placement_of(config: RecipeConfig) -> dict[str, Where]:
     """The placement of a recipe, of known roles, with numbers in place of `rest`."""
     placement = {} if config.placement is None else dict(config.placement)
+    groups = config.node_groups or {}
+    if groups:
+        check_groups(groups, config.num_devices, config.devices_per_node)
     for role in placement:
+        if role in ("env", "envs", "environment", "environments"):
+            raise ConfigError(
+                f"placement.{role}: environments run in the processes of the rollout. Write rollout: "
+                f"{show(placement[role])}"
+            )
         if role not in ROLES:
             raise ConfigError(
                 f"placement.{role}: there is no such role.{did_you_mean(role, ROLES)} Roles: {', '.join(ROLES)}"
             )
-    numbered = cast(dict[str, Where], with_rest(placement, config.num_devices))
+    in_numbers = cast(dict[str, Where], with_rest(numbered(placement, groups), config.num_devices))
     for role, where in placement.items():
-        if where == REST and numbered[role] == str(config.num_devices):
+        if where == REST and in_numbers[role] == str(config.num_devices):
             raise GeometryError(
                 f"placement.{role}=rest is no device: the other roles name all of num_devices={config.num_devices}. "
                 f"Set num_devices={config.num_devices + 1}, or give them fewer"
             )
-    return numbered
+    return in_numbers
 
 
 def _train_device_set(placement: Mapping[str, Where], num_devices: int) -> DeviceSet:
@@ -168,10 +212,17 @@ def _check_overlaps(plan: PlacementPlan, num_devices: int) -> None:
             )
 
 
-def _check_all_used(plan: PlacementPlan, num_devices: int) -> None:
+def _check_all_used(plan: PlacementPlan, num_devices: int, groups: NodeGroups) -> None:
     on_devices = [device_set for device_set in plan.device_sets.values() if device_set.kind == "device"]
     used = {index for device_set in on_devices for index in device_set.indices}
     idle = [index for index in range(num_devices) if index not in used]
+    if idle and groups:
+        labels = ", ".join(dict.fromkeys(group_of_device(groups, index) for index in idle))
+        raise GeometryError(
+            f"placement leaves {DeviceSet('device', tuple(idle)).words} of the groups of nodes ({labels}) without a "
+            f"role. Place a role there, such as rollout: {labels.partition(',')[0]}, or lower devices_per_node of the "
+            "group"
+        )
     if idle:
         line = example(num_devices) if plan.is_dedicated else "placement.train=all"
         fewer = f", or set num_devices={len(used)}" if idle[0] == len(used) else ""

@@ -17,6 +17,7 @@ from unirl.config.build import build
 from unirl.config.device_sets import DeviceSet
 from unirl.config.load import Recipe
 from unirl.config.node import Node, nodes_below
+from unirl.config.node_groups import node_of_device
 from unirl.config.recipe import RecipeConfig
 from unirl.models.loading.checkpoint import TOY
 from unirl.models.loading.estimate import DecodingCost, Lengths, ModelEstimate, forward_flops
@@ -286,7 +287,10 @@ def _sizes(
     targets = None if lora is None else lora.get("target_modules", tuple)
     averages = [config.backend.get(name, Node) for name in KEPT_BY.values()]
     has_reference = REFERENCE in needs.snapshots
-    published = config.asynchronous.max_staleness or int(placement.is_dedicated and config.weight_sync_interval > 1)
+    ahead = config.asynchronous
+    published = (0 if ahead.is_free else ahead.max_staleness) or int(
+        placement.is_dedicated and config.weight_sync_interval > 1
+    )
     dtype_bytes = DTYPE_BYTES[dtype]
     work = _work_of_loss(config, sampling, facts, geometry)
     guided = _is_guided(facts, sampling)
@@ -303,7 +307,7 @@ def _sizes(
         full_training=lora is None,
         num_snapshots=sum(average is not None for average in averages) + has_reference + published,
         num_loaded_snapshots=len(config.loaded_snapshots),
-        steps_ahead=config.asynchronous.max_staleness,
+        steps_ahead=ahead.num_ahead,
         swaps_weights=bool(needs.snapshots),
         engine_eight_bit=0 if config.rollout.get("weight_dtype", str) is None else estimate.block_weights,
         engine_dtype_bytes=DTYPE_BYTES[config.rollout.get("dtype", str) or dtype] if placement.is_dedicated else 0,
@@ -333,7 +337,7 @@ def _sizes(
         shares_devices=placement.rollout.devices == placement.train.devices,
         sync_bytes=transfer.num_bytes / transfer.interval,
         sync_crosses=_nodes(placement.train, config) != _nodes(placement.rollout, config),
-        devices_per_node=config.devices_per_node,
+        devices_per_node=config.devices_on_node if config.node_groups else config.devices_per_node,
         saves_in_background=config.checkpoint.asynchronous,
         takes_turns=placement.relation == "colocate",
     )
@@ -341,8 +345,9 @@ def _sizes(
 
 def _nodes(devices: DeviceSet, config: RecipeConfig) -> set[int]:
     """The nodes of a device set."""
-    per_node = config.devices_per_node or config.num_devices
-    return {index // per_node for index in devices.indices}
+    if config.node_groups:
+        return {node_of_device(config.node_groups, index) for index in devices.indices}
+    return {index // config.devices_on_node for index in devices.indices}
 
 
 def largest(config: RecipeConfig, estimate: ModelEstimate) -> Sampling:

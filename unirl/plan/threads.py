@@ -168,7 +168,7 @@ def num_processes(config: RecipeConfig) -> int:
     if config.runtime_in_use == "local":
         return 1
     reward = plan_of(config).reward
-    return (config.devices_per_node or config.num_devices) + (len(reward) if reward.kind == "cpu" else 0)
+    return config.devices_on_node + (len(reward) if reward.kind == "cpu" else 0)
 
 
 def crowded(config: RecipeConfig) -> str | None:

@@ -195,6 +195,7 @@ def pool_of(sizes: Mapping[str, RecipeSizes], tracker: Tracker, threads: ThreadC
             row_transport=config.row_transport,
             threads=None if threads is None else threads.count,
             row_service=None if config.transfer_queue is None else build(config.transfer_queue),
+            node_groups=config.node_groups,
         )
     pool.stack_dir = tracker.run.root / "logs"
     pool.spans = tracker.timers.spans
@@ -401,6 +402,7 @@ def place_learner(
     place_roles = place_dedicated if plan.is_dedicated else place_trainside
     roles = place_roles(Places(policy, pool, plan, configs, trained, tracker.run.root), reward)
     config, facts = configs[last], roles.rollout.facts()
+    is_free = config.asynchronous.is_free
     return Learner(
         tracks={
             name: track_learner(name, name in trained, sizes, configs[name], roles, facts, chosen, tracker)
@@ -411,7 +413,8 @@ def place_learner(
             roles.sync,
             roles.backend,
             interval=config.weight_sync_interval if roles.has_own_weights else 1,
-            ahead=config.asynchronous.max_staleness if roles.has_own_weights else 0,
+            ahead=config.asynchronous.max_staleness if roles.has_own_weights and not is_free else 0,
+            is_free=is_free,
             weights=EmaLoraConfig.snapshot if needs_of(config).ema_rollout else LIVE,
         ),
     )

@@ -11,14 +11,16 @@ The samples of a step are a function of its weights, prompts and keys, so overla
 from the weights of k steps before, which the backend keeps as snapshots (`Publisher`), and from the prompts that follow
 those of the step before (`PromptsAhead`). A run that is continued therefore generates the steps that were under way
 again, with the same bits.
+
+With `asynchronous.order=free` the engine does not wait for the end of a step: it gets the weights of each step as soon
+as they exist, between two parts of a request (`FreeEngine`), so the ages of samples depend on who is faster.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import cast
@@ -28,16 +30,16 @@ from unirl.config.recipe import RefillConfig
 from unirl.data.datasets import Prompt
 from unirl.distributed.group.base import Pool
 from unirl.distributed.weight_sync.base import SyncReport
+from unirl.trainer.channel import Channel, ChannelClosed
+from unirl.trainer.engine_turns import EngineTurns, Published
 from unirl.trainer.learner import Learner
 from unirl.trainer.overlap import OverlappedScoring, ScoringUnderWay
 from unirl.trainer.refill import StepSamples
-from unirl.trainer.requests import RequestMaker, check_versions
+from unirl.trainer.requests import RequestMaker
 from unirl.trainer.residency import Phases
 from unirl.types.protocols import DataSource, State, Stateful
 from unirl.types.rollout_req import RolloutReq
-
-Published = Mapping[str, SyncReport]
-"""The weights that samples come from, by track."""
+from unirl.types.rollout_resp import RolloutResp
 
 
 @dataclass
@@ -64,6 +66,8 @@ class StepSampler:
     batch_size: int
     note: Callable[[str], None]
     """Tells the user."""
+    engine: EngineTurns
+    """Who may use the engine."""
 
     def generate(self, step: int, published: Published) -> GeneratedStep:
         """Generate until nothing but scores is missing. With `refill`, scores decide whether samples are missing."""
@@ -75,7 +79,7 @@ class StepSampler:
             prompts = self.prompts.take(self.batch_size, size)
             size = prompts[0].size
             req = self.requests.training(prompts, step, published)
-            generated.unscored = (req, self._sample(generated, req))
+            generated.unscored = (req, self._sample(step, req))
             if self.refill is None or self.scored(generated).is_complete:
                 return generated
 
@@ -85,26 +89,32 @@ class StepSampler:
             req, scoring = generated.unscored
             with self.phase("reward"):
                 resp, waits = scoring.scores()
-            check_versions(req, resp)
             generated.samples.add(req, resp, waits)
             generated.unscored = None
         return generated.samples
 
-    def _sample(self, generated: GeneratedStep, req: RolloutReq) -> ScoringUnderWay:
+    def sample_again(self, step: int, req: RolloutReq) -> RolloutResp:
+        """The scored samples of a request that was generated before, from the weights that the engine has."""
+        self.phase.pool.step = step
+        scoring = self._sample(step, req)
+        with self.phase("reward"):
+            return scoring.scores()[0]
+
+    def _sample(self, step: int, req: RolloutReq) -> ScoringUnderWay:
         """Sample a request. If a server lost its weights meanwhile, send them again, and repeat all of it."""
         while True:  # an engine restarts its server only a few times, and then raises another error
             try:
-                with self.phase("generate", self.learners[0].track):  # the engine then calls `Phases.turn`
-                    return self.scoring.generate(req)
+                return self.scoring.generate(req, self._turn)
             except WeightsLostError as error:
-                self.note(f"step {generated.step + 1} samples again: {str(error).splitlines()[0]}")
-                self._send_again(generated.published)
+                self.note(f"step {step + 1} samples again: {str(error).splitlines()[0]}")
+                self.engine.send_again(req)
 
-    def _send_again(self, published: Published) -> None:
-        for learner in self.learners:
-            with self.phase("sync", learner.track):
-                report = published[learner.track]
-                learner.roles.sync.push(report.version, report.weights)
+    @contextmanager
+    def _turn(self, part: RolloutReq) -> Iterator[RolloutReq]:
+        """Has the engine for the block. Yields the part of a request with the weights that the engine has."""
+        # In a phase of generation, the engine calls `Phases.turn`.
+        with self.engine.sampling(part) as sourced, self.phase("generate", self.learners[0].track):
+            yield sourced
 
 
 @dataclass
@@ -149,55 +159,114 @@ class PromptsAhead:
 
 @dataclass
 class GenerationAhead:
-    """Generates steps one after another: at once, or in threads beside the loop, which learns meanwhile."""
+    """Generates steps one after another: at once, or in a thread beside the loop, which learns meanwhile."""
 
     sampler: StepSampler
     pool: Pool
     is_concurrent: bool
     """False: `begin` returns when the step is generated."""
-    begun: dict[int, Future[GeneratedStep]] = field(default_factory=dict)
-    """The steps that were begun and not taken."""
-    last: Future[GeneratedStep] | None = None
-    """The step that was begun last in a thread."""
-    is_stopped: bool = False
-    """True: no further step is generated."""
+    num_steps: int
+    """Steps of the run."""
+    steps_ahead: int
+    """Steps that are begun before the weights learn from the present one."""
+    orders: Channel[tuple[int, Published]] = field(default_factory=lambda: Channel("orders"))
+    """The steps that are to be generated."""
+    generated: Channel[GeneratedStep] = field(default_factory=lambda: Channel("samples"))
+    """The steps that are generated and not taken."""
+    is_started: bool = False
+    next_step: int = 0
+    """The step that is begun next."""
+    ahead: int = 0
+    """The number of steps that were begun and not taken."""
+    oldest: dict[str, int] = field(default_factory=dict)
+    """By track, updates behind the oldest weights that the samples of the present step may come from."""
+
+    def samples(self, step: int, publish: Callable[[int], Published]) -> GeneratedStep:
+        """The samples of a step, after later steps were begun.
+
+        Args:
+            publish: brings the weights at the beginning of a step to the engine.
+        """
+        self.take_engine()
+        self.remember_weights(step)
+        begun = range(self.next_step, min(step + self.steps_ahead + 1, self.num_steps))
+        if self.needs_weights(begun):
+            self.give_engine(publish(step), begun)
+        generated = self.take()
+        self.sampler.scored(generated)
+        self.check_age(generated)
+        return generated
+
+    def take_engine(self) -> None:
+        """Keep the engine for the loop: here, wait until all steps that were begun are generated."""
+        with self.waiting():
+            self.generated.wait_for(self.ahead)
+
+    def remember_weights(self, step: int) -> None:
+        """Note the weights at the beginning of a step, from which later steps are sampled."""
+        for learner in self.sampler.learners:
+            self.oldest[learner.track] = learner.publisher.oldest(learner.version)
+            learner.publisher.keep(step, learner.version)
+
+    def needs_weights(self, begun: Sequence[int]) -> bool:
+        """The engine needs weights for the steps that are begun."""
+        return bool(begun)
+
+    def give_engine(self, published: Published, begun: Sequence[int]) -> None:
+        """Let the engine generate these steps from these weights, which it has got."""
+        for step in begun:
+            self.begin(step, published)
+
+    def check_age(self, generated: GeneratedStep) -> None:
+        """Check that the samples are not older than the bound. Raises SyncError (10002)."""
+        for learner in self.sampler.learners:
+            check_staleness(generated.published[learner.track], self.oldest[learner.track], learner.version)
+
+    def generate_again(self, first: int, publish: Callable[[int], Published]) -> None:
+        """Generate the steps that were under way at a checkpoint before step `first`, from the weights they had."""
+        self.next_step = first
+        for step in range(first, min(first + self.steps_ahead, self.num_steps) if first else 0):
+            self.begin(step, publish(max(step - self.steps_ahead, 0)))
+            self.take_engine()
+
+    def learning(self) -> AbstractContextManager[None]:
+        """The weights change in the block."""
+        return self.sampler.engine.learning()
 
     def begin(self, step: int, published: Published) -> None:
         """Begin to generate a step, after those that were begun before it."""
-        future: Future[GeneratedStep] = Future()
-        self.begun[step] = future
-        if self.is_concurrent:
-            arguments = (future, self.last, step, published)
-            self.last = future
-            self.pool.start_thread(f"generation of step {step + 1}", self._work, arguments)
-        else:
-            future.set_result(self.sampler.generate(step, published))
+        self.ahead += 1
+        self.next_step = step + 1
+        if not self.is_concurrent:
+            self.generated.put(self.sampler.generate(step, published))
+            return
+        self.orders.put((step, published))
+        if not self.is_started:
+            self.is_started = True
+            self.pool.start_thread("generation of steps", self._work, ())
 
-    def _work(
-        self, future: Future[GeneratedStep], previous: Future[GeneratedStep] | None, step: int, published: Published
-    ) -> None:
+    def _work(self) -> None:
         try:
-            if previous is not None:
-                previous.result()  # a step that failed ends the run, so none is generated after it
-            if self.is_stopped:
-                future.cancel()
-            else:
-                future.set_result(self.sampler.generate(step, published))
+            while True:
+                step, published = self.orders.take()
+                self.generated.put(self.sampler.generate(step, published), version=step)
+        except ChannelClosed:
+            self.generated.close()
         except BaseException as error:  # raised again where the loop waits for the step
-            future.set_exception(error)
+            self.generated.fail(error)
 
-    def wait(self) -> None:
-        """Wait until all steps that were begun are generated. Raises the error of the first one that failed."""
-        with self._waiting():
-            for future in list(self.begun.values()):
-                future.result()
+    def take(self) -> GeneratedStep:
+        """The step after the one that was taken last, once it is generated. Raises the error of its generation."""
+        with self.waiting():
+            generated = self.generated.take()
+        self.ahead -= 1
+        return generated
 
-    def take(self, step: int) -> GeneratedStep:
-        """The generated step, once it is there. Raises the error of its generation."""
-        with self._waiting():
-            return self.begun.pop(step).result()
+    def stop(self) -> None:
+        """Generate no further step than the one that is being generated."""
+        self.orders.close(discard=True)
 
-    def _waiting(self) -> AbstractContextManager[None]:
+    def waiting(self) -> AbstractContextManager[None]:
         """Times the block as the phase `wait`, in which the loop has nothing to learn from."""
         return self.sampler.phase.timers.phase("wait") if self.is_concurrent else nullcontext()
 

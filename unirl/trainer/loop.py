@@ -8,7 +8,8 @@ for step in steps:
     learn(step, credited)                      # each policy learns from its track: unirl/trainer/learner.py
     _finish_step()                             # write the files, look for alarms; evaluate, checkpoint, when due
 
-With `asynchronous.max_staleness`, later steps are generated while the weights learn: unirl/trainer/generation.py.
+With `asynchronous.max_staleness`, later steps are generated while the weights learn: unirl/trainer/generation.py, and
+unirl/trainer/free_generation.py for an engine that does not wait for the end of a step.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from unirl.distributed.weight_sync.base import SyncReport
 from unirl.reward.failures import DropBudget
 from unirl.reward.service import RewardService
 from unirl.rollout.engine.base import RolloutEngine
+from unirl.trainer.engine_turns import FreeEngine, StepEngine
 from unirl.trainer.evaluation import Evaluator
-from unirl.trainer.generation import GenerationAhead, PromptsAhead, StepSampler, check_staleness
+from unirl.trainer.free_generation import generation_of
+from unirl.trainer.generation import PromptsAhead, StepSampler
 from unirl.trainer.learner import Learner, fraction_done
 from unirl.trainer.monitoring import (
     Monitor,
@@ -46,6 +49,7 @@ from unirl.types.credit import CREDIT_RULES, CreditName
 from unirl.types.evaluation import EvalResult
 from unirl.types.protocols import State
 from unirl.types.results import values
+from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import AdvantageEstimator, RolloutResp
 
 
@@ -96,7 +100,7 @@ class Trainer:
         self.monitor = Monitor(state.tracker, config, self.track, len(tracks) > 1, compares)
         self.watchdog = Watchdog(config.watch, state.tracker)
         self.max_staleness = config.asynchronous.max_staleness
-        self.sampler = StepSampler(
+        sampler = StepSampler(
             prompts=prompts,
             requests=requests,
             scoring=OverlappedScoring(
@@ -107,8 +111,9 @@ class Trainer:
             refill=config.refill,
             batch_size=config.batch_size,
             note=state.tracker.note,
+            engine=FreeEngine(self.publish_live) if config.asynchronous.is_free else StepEngine(self.publish_again),
         )
-        self.generation = GenerationAhead(self.sampler, phases.pool, is_concurrent=self.max_staleness > 0)
+        self.generation = generation_of(config, sampler)
         self.evaluator = Evaluator(
             requests, rollout, reward, learners, self.track, prompts.source, phases, config.evaluation
         )
@@ -138,10 +143,10 @@ class Trainer:
             self.evaluate()
         try:
             with self.state.saved_at_the_end():
-                self.generate_again()
+                self.generation.generate_again(self.state.step, self.publish)
                 self._steps()
         finally:
-            self.generation.is_stopped = True
+            self.generation.stop()
         self.state.checkpoints.publish_final(self.state.step)
         self.monitor.summarize(self.state.step)
 
@@ -178,34 +183,17 @@ class Trainer:
 
     def _samples_of(self, step: int) -> StepSamples:
         """The scored samples of a step. Begins to generate the steps whose weights are those of this one."""
-        self.generation.wait()  # the engine takes weights over between two steps
-        oldest = {learner.track: learner.publisher.oldest(learner.version) for learner in self.learners}
+        generated = self.generation.samples(step, self.publish)
+        samples = generated.samples
         for learner in self.learners:
-            learner.publisher.keep(step, learner.version)
-        newest = step + self.max_staleness
-        if to_begin := range(0 if step == 0 else newest, min(newest + 1, self.config.num_rollouts)):
-            published = self.publish(step)
-            for later in to_begin:
-                self.generation.begin(later, published)
-        generated = self.generation.take(step)
-        samples = self.sampler.scored(generated)
-        for learner in self.learners:
-            report = generated.published[learner.track]
-            self.monitor.record(learner.label, sync_metrics(report))
+            self.monitor.record(learner.label, sync_metrics(generated.published[learner.track]))
             if self.max_staleness:
-                check_staleness(report, oldest[learner.track], learner.version)
-                self.monitor.record(learner.label, staleness_metrics(learner.version - report.version))
+                versions = samples.everything()[1].tracks[learner.track].weight_version
+                self.monitor.record(learner.label, staleness_metrics(learner.version - versions))
         if self.max_staleness:
-            self.tracker.record({"queue/steps_ahead": len(self.generation.begun)})
+            self.tracker.record({"queue/steps_ahead": self.generation.ahead})
         self.tracker.record(samples.waits)
         return samples
-
-    def generate_again(self) -> None:
-        """Generate the steps that were under way when the checkpoint was saved, each from the weights it had then."""
-        first = self.state.step
-        for step in range(first, min(first + self.max_staleness, self.config.num_rollouts) if first else 0):
-            self.generation.begin(step, self.publish(max(step - self.max_staleness, 0)))
-            self.generation.wait()
 
     def publish(self, step: int) -> dict[str, SyncReport]:
         """Bring the weights at the beginning of `step` to the engines. Returns the reports by track."""
@@ -214,6 +202,17 @@ class Trainer:
             with self.phase("sync", learner.track):
                 published |= dict.fromkeys(learner.tracks, learner.publish(step))
         return published
+
+    def publish_live(self) -> dict[str, SyncReport]:
+        """Bring the live weights to the engines."""
+        return self.publish(self.state.step)
+
+    def publish_again(self, req: RolloutReq) -> None:
+        """Bring the weights of a request to engines that lost them."""
+        for learner in self.learners:
+            with self.phase("sync", learner.track):
+                spec = req.tracks[learner.track]
+                learner.roles.sync.push(spec.weight_version, spec.weights)
 
     def credit(self, step: int, resp: RolloutResp, scored: RolloutResp | None = None) -> RolloutResp:
         """Rewards up the tree and one advantage per row; a track without rewards takes its parent's advantages.
@@ -248,7 +247,7 @@ class Trainer:
         for learner in self.learners:
             if not learner.is_trained:
                 continue
-            with self.phase("train", learner.track):
+            with self.phase("train", learner.track), self.generation.learning():
                 metrics = learner.learn(step, resp, self.monitor)
             for track, values_of_track in metrics.items():
                 self.monitor.watch_updates(values_of_track)
@@ -258,7 +257,7 @@ class Trainer:
 
     def evaluate(self) -> EvalResult:
         """Score held-out prompts with fixed seeds; log under the number of finished steps."""
-        self.generation.wait()  # evaluations take the engine, with other weights
+        self.generation.take_engine()  # evaluations sample from other weights
         result = self.evaluator.evaluate()
         self.tracker.eval(self.state.step, result)
         return result

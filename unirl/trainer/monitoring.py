@@ -74,7 +74,8 @@ class Monitor:
         track = resp.with_scores_above(self.track)
         reasons = {**drop_reasons(track), **selected.reasons}
         dropped = sum(reasons.values())
-        self.tracker.ledger(done, generated=len(track), scored=len(track) - dropped, dropped=dropped, reasons=reasons)
+        made = len(track) + selected.num_replaced
+        self.tracker.ledger(done, generated=made, scored=made - dropped, dropped=dropped, reasons=reasons)
         self.tracker.record(selected.metrics)
         for event, fields in reward_events(resp):
             self.tracker.event(event, **fields)
@@ -187,9 +188,13 @@ def sync_metrics(report: SyncReport) -> dict[str, float]:
     }
 
 
-def staleness_metrics(behind: int) -> dict[str, float]:
-    """How far samples are behind the weights that they train, in updates. All samples of a step have the same age."""
-    return {"rollout/staleness_mean": behind, "rollout/staleness_max": behind}
+def staleness_metrics(behind: Tensor) -> dict[str, float]:
+    """How far samples are behind the weights that they train, in updates.
+
+    Args:
+        behind: [B] int64, of each sample.
+    """
+    return {"rollout/staleness_mean": float(behind.double().mean()), "rollout/staleness_max": float(behind.max())}
 
 
 def busy_shares(timers: PhaseTimers) -> dict[str, float]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 
 from unirl.distributed.group.handle import PendingCall, submit
 from unirl.reward.service import RewardService, concat_scored
 from unirl.rollout.engine.base import RolloutEngine
+from unirl.trainer.requests import check_versions
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp
 
@@ -60,15 +62,23 @@ class OverlappedScoring:
     scores_at_once: bool
     """Score the last part, too, as soon as it is generated. Else it is scored when the scores are asked for."""
 
-    def generate(self, req: RolloutReq) -> ScoringUnderWay:
-        """Generate all samples. Each part but the last is sent to the reward as soon as it is generated."""
+    def generate(
+        self, req: RolloutReq, turn: Callable[[RolloutReq], AbstractContextManager[RolloutReq]]
+    ) -> ScoringUnderWay:
+        """Generate all samples. Each part but the last is sent to the reward as soon as it is generated.
+
+        Args:
+            turn: has the engine for a part, and yields the part with the weights that the engine has.
+        """
         generated_at: list[float] = []
         pending: list[PendingCall[RolloutResp]] = []
         last: tuple[RolloutReq, RolloutResp] | None = None
         for part in in_parts(req, self.parts):
             if last is not None:
                 pending.append(submit(self.reward.score_and_attach, *last))
-            last = (part, self.rollout.generate(part))
+            with turn(part) as sourced:
+                last = (sourced, self.rollout.generate(sourced))
+            check_versions(*last)
             generated_at.append(time.perf_counter())
         if self.scores_at_once:
             assert last is not None, "a request has at least one part"

@@ -28,6 +28,8 @@ class Publisher:
     """What the loss samples from: `live`, or the name of a snapshot."""
     ahead: int = 0
     """Steps that are generated before the weights have learned from them; not with an interval above 1."""
+    is_free: bool = False
+    """Samples come from the live weights of some step before, of which no snapshot is kept."""
     versions: dict[str, int] = field(default_factory=dict)
     """Optimizer updates behind each snapshot."""
 
@@ -44,7 +46,7 @@ class Publisher:
     @property
     def samples_are_live(self) -> bool:
         """The samples of a step come from the weights that it begins to train."""
-        return not self.versions
+        return not (self.versions or self.is_free)
 
     def oldest(self, version: int) -> int:
         """The least number of updates behind weights that samples of the next step may come from.

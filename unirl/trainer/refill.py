@@ -17,6 +17,9 @@ EQUAL = "equal_rewards"
 SURPLUS = "surplus"
 """Reason: the last batch had more informative groups than the step had room for."""
 
+TOO_OLD = "too_old"
+"""Reason: its weights are older than `asynchronous.max_staleness` allows."""
+
 
 @dataclass(frozen=True)
 class SelectedSamples:
@@ -29,6 +32,8 @@ class SelectedSamples:
     metrics: Mapping[str, float] = field(default_factory=dict)
     missing: int = 0
     """Padding groups: groups of weight 0 that complete the batch."""
+    num_replaced: int = 0
+    """Samples that are counted in `reasons` and were replaced, so they are not in `resp`."""
 
 
 @dataclass
@@ -47,6 +52,12 @@ class StepSamples:
     waits: dict[str, float] = field(default_factory=dict)
     """The longest waits of any batch, by metric."""
     num_informative: int = 0
+    num_too_old: int = 0
+    """Samples of the last track that were older than the bound when their turn came."""
+    num_replaced: int = 0
+    """How many of them were sampled again."""
+    dropped: Sequence[str] = ()
+    """The groups that are not trained because they are too old."""
 
     @property
     def is_complete(self) -> bool:
@@ -76,7 +87,7 @@ class StepSamples:
             track: whose samples are counted.
         """
         if self.config is None:
-            return SelectedSamples(req, resp)
+            return self._without_old(req, resp, track)
         rows = rows_by_key(resp.root_track().group_ids)
         informative = informative_groups(resp)
         chosen = informative[: self.batch_size]
@@ -91,6 +102,17 @@ class StepSamples:
         reasons = left_out(resp, track, informative, chosen)
         selected = resp.select(selected_rows).drop(padding)
         return SelectedSamples(req.select(selected_rows), selected, reasons, metrics, len(padding))
+
+    def _without_old(self, req: RolloutReq, resp: RolloutResp, track: str) -> SelectedSamples:
+        """All samples, with weight 0 where they are too old."""
+        if not self.num_too_old:
+            return SelectedSamples(req, resp)
+        groups = zip(resp.root_groups(track), resp.tracks[track].weight.tolist(), strict=True)
+        dropped = sum(group in self.dropped and weight > 0 for group, weight in groups)
+        count = dropped + self.num_replaced
+        metrics = {"rollout/too_old": float(self.num_too_old)}
+        reasons = {TOO_OLD: count} if count else {}
+        return SelectedSamples(req, resp.drop(self.dropped), reasons, metrics, num_replaced=self.num_replaced)
 
 
 def informative_groups(resp: RolloutResp) -> list[str]:

@@ -110,7 +110,7 @@ def repeat(trainer: Trainer, start: StartPoint, step: int) -> RolloutResp:
         for track in learner.tracks.values():
             track.choose_micro_batch()
     try:
-        trainer.generate_again()
+        trainer.generation.generate_again(state.step, trainer.publish)
         while state.step < step:
             with tracker.timers.phase("step"):
                 resp = trainer.produce(state.step)
@@ -119,7 +119,7 @@ def repeat(trainer: Trainer, start: StartPoint, step: int) -> RolloutResp:
             state.step += 1
             tracker.log_step(state.step)
     finally:
-        trainer.generation.is_stopped = True
+        trainer.generation.stop()
     tracker.flush()
     return resp
 

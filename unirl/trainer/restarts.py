@@ -82,6 +82,8 @@ class Attempt:
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> bool:
         if self.is_stopping or self.session.run_dir is None:
             return False
+        if self.recipe.config.runtime_in_use == "torchrun":  # only torchrun can start a process again
+            return False
         if isinstance(error, RESTARTED):
             self.following = self._restart(error, self.session.run_dir)
         elif isinstance(error, ResourceError) and self.session.restart is not None:

@@ -46,6 +46,7 @@ RESULT_NEUTRAL = (
     "runtime",
     "num_devices",
     "devices_per_node",
+    "node_groups",
     "placement",
     "memory_check",
     "allow_mixed_devices",

@@ -58,8 +58,9 @@ def open_tracker(recipe: Recipe, root: Path, argv: Sequence[str], threads: Threa
             mirrors = make_mirrors(config.tracking.mirrors)
             live = live_mirrors(config.tracking, undo)
             identity = RunIdentity(
-                project=config.run.project, recipe=recipe.file.name, argv=argv, seed=config.seed, scale=config.scale
-            )
+                project=config.run.project, recipe=recipe.file.name, argv=argv, seed=config.seed, scale=config.scale,
+                determinism="statistical" if config.asynchronous.is_free else "bitwise",
+            )  # fmt: skip
             run = RunDirectory(root, identity)
         except RunDirectoryError as error:
             raise InvalidValueError(str(error)) from error

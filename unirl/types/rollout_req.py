@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 from unirl.types.batch import Batch, row, shared
 from unirl.types.primitives import MediaRef, MediaRefs, Metadata, PromptImages, Texts
@@ -15,6 +15,18 @@ Purpose = Literal["r", "eval"]
 
 RECORDED = "recorded"
 """Name of the primitive with references to recorded samples, and of the metadata key with the role of each."""
+
+
+class WeightsInUse(Protocol):
+    """Weights that an engine has."""
+
+    @property
+    def weights(self) -> str:
+        """`live`, or the name of a snapshot."""
+
+    @property
+    def version(self) -> int:
+        """Number of optimizer updates behind them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +83,15 @@ class RolloutReq(Batch):
         """The request with other weights for its only track."""
         [name] = self.tracks
         return self.replace(tracks={name: replace(self._only_spec(), weights=weights, weight_version=version)})
+
+    def sampled_from(self, sources: Mapping[str, WeightsInUse]) -> RolloutReq:
+        """The request with the weights of `sources` for each track."""
+        return self.replace(
+            tracks={
+                name: replace(spec, weights=sources[name].weights, weight_version=sources[name].version)
+                for name, spec in self.tracks.items()
+            }
+        )
 
     def only_track(self, kind: type[SamplingT]) -> tuple[str, SamplingT]:
         """Name and sampling settings of the only track. Raises ValueError if there are more, or of another kind."""

@@ -9,17 +9,20 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from unirl.config.device_sets import DeviceSet
 from unirl.config.errors import IncompatibleError
+from unirl.config.node_groups import NodeGroups
+from unirl.config.recipe import Runtime
 from unirl.distributed.group.base import Pool
 from unirl.distributed.group.dispatch import Call, split_call
 from unirl.distributed.group.failures import stacks_of, stall, watchdog
 from unirl.distributed.group.handle import Group, PendingCall, Remote
 from unirl.distributed.group.ray_pool import RayPool
+from unirl.distributed.group.torchrun_pool import TorchrunPool
 from unirl.distributed.group.worker import Worker
 from unirl.distributed.tensor.row_store import InProcessTransport, RowTransportName
 from unirl.distributed.tensor.transports import RowService
@@ -139,7 +142,7 @@ def local_device(device_set: DeviceSet) -> torch.device:
 
 
 def open_pool(
-    runtime: Literal["local", "ray"],
+    runtime: Runtime,
     num_devices: int,
     devices_per_node: int | None = None,
     num_updates: int = 1,
@@ -147,6 +150,7 @@ def open_pool(
     row_transport: RowTransportName = "object_store",
     threads: int | None = None,
     row_service: RowService | None = None,
+    node_groups: NodeGroups | None = None,
 ) -> Pool:
     """Open the pool of a runtime. The caller closes it; until then workers of Ray stay, also without roles.
 
@@ -157,9 +161,12 @@ def open_pool(
         row_transport: how stored rows are sent between workers of Ray.
         threads: threads of each worker of Ray. None: an equal share of the cores of its machine.
         row_service: carries the rows between workers of Ray. None: Ray's object store or a process group does.
+        node_groups: the nodes of a Ray cluster whose devices the pool has. None: equal nodes.
     """
     if runtime == "local":
         return LocalPool(num_devices, num_updates, deadline_s)
+    if runtime == "torchrun":
+        return TorchrunPool(num_devices, num_updates, deadline_s)
     return RayPool(
         num_devices,
         devices_per_node,
@@ -168,4 +175,5 @@ def open_pool(
         row_transport=row_transport,
         threads=threads,
         row_service=row_service,
+        node_groups=node_groups,
     )

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ import torch
 
 from unirl.config.dependencies import WAYS, check_ray_address
 from unirl.config.errors import GeometryError, ResourceError, UnsupportedEnvironmentError, WorkerError, report
+from unirl.config.node_groups import NodeGroups
 from unirl.config.plugins import summary
+from unirl.distributed.group.node_places import NodeBundle, bundles_of
 from unirl.distributed.group.reaper import kill_on_exit
 from unirl.types.device import num_accelerators
 
@@ -266,49 +269,64 @@ class Reservation:
     """Devices reserved for a pool: one bundle per machine."""
 
     placement_group: Any
-    resource: str
-    """The resource that a worker takes from its bundle: "GPU", or "CPU" on a cluster without accelerators."""
-    per_node: int
+    bundles: tuple[NodeBundle, ...]
     threads: int
     """Threads of each worker."""
 
+    def bundle_of(self, kind: str, index: int) -> int:
+        """The bundle of a device, or of a CPU process of the host. These take turns over the machines."""
+        if kind != "device":
+            return index % len(self.bundles)
+        bounds = accumulate(bundle.count for bundle in self.bundles)
+        return next(position for position, bound in enumerate(bounds) if index < bound)
 
-def reserve(num_devices: int, devices_per_node: int | None, threads: int | None = None) -> Reservation:
-    """Reserve the devices, `devices_per_node` on each machine.
+
+def reserve(
+    num_devices: int, devices_per_node: int | None, threads: int | None = None, node_groups: NodeGroups | None = None
+) -> Reservation:
+    """Reserve the devices: `devices_per_node` on each machine, or those of each group of nodes.
 
     Args:
         threads: threads of each worker. None: its share of the cores of its machine, at most those of this process.
 
     Raises:
         ConfigError: 2010 when `devices_per_node` does not divide `num_devices`.
-        ResourceError: 5001 when the cluster has too few devices, or other jobs hold them.
+        ResourceError: 5001 when the cluster has too few devices, or other jobs hold them, or a group has no live node.
+        UnsupportedEnvironmentError: 3002 for an interpreter of a group that cannot run workers.
     """
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
+    nodes = [(node["NodeManagerAddress"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
+    bundles = bundles_of(node_groups) if node_groups else _equal_bundles(nodes, num_devices, devices_per_node)
+    strategy = "PACK" if node_groups else "STRICT_SPREAD"
+    group = placement_group([bundle.resources for bundle in bundles], strategy=strategy)
+    if not group.wait(RESERVE_S):
+        remove_placement_group(group)
+        resources = sorted({bundle.resource for bundle in bundles})
+        raise ResourceError(
+            f"the run needs {num_devices} {' and '.join(resources)} slots of the Ray cluster, and other jobs hold too "
+            f"many of {'; '.join(_listed(nodes, resource) for resource in resources)}. Wait for them, or lower "
+            "num_devices"
+        )
+    node_cores = cores() if len(nodes) == 1 else int(min(node.get("CPU", 1) for _, node in nodes))
+    share = max(1, min(torch.get_num_threads(), node_cores // max(bundle.count for bundle in bundles)))
+    return Reservation(group, tuple(bundles), share if threads is None else threads)
+
+
+Nodes = Sequence[tuple[str, Mapping[str, float]]]
+"""The address of each machine, and what Ray has there."""
+
+
+def _equal_bundles(nodes: Nodes, num_devices: int, devices_per_node: int | None) -> list[NodeBundle]:
     per_node = devices_per_node or num_devices
     if num_devices % per_node:
         raise GeometryError(
             f"num_devices={num_devices} must be a multiple of devices_per_node={per_node}: every machine has as many"
         )
-    nodes = [(node["NodeManagerAddress"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
     resource = "GPU" if any(node.get("GPU", 0) for _, node in nodes) else "CPU"
     _check_enough(nodes, resource, num_devices // per_node, per_node)
-    bundles = [{resource: float(per_node)}] * (num_devices // per_node)
-    group = placement_group(bundles, strategy="STRICT_SPREAD")
-    if not group.wait(RESERVE_S):
-        remove_placement_group(group)
-        raise ResourceError(
-            f"the run needs {num_devices} {resource} slots of the Ray cluster, and other jobs hold too many of "
-            f"{_listed(nodes, resource)}. Wait for them, or lower num_devices"
-        )
-    node_cores = cores() if len(nodes) == 1 else int(min(node.get("CPU", 1) for _, node in nodes))
-    share = max(1, min(torch.get_num_threads(), node_cores // per_node))
-    return Reservation(group, resource, per_node, share if threads is None else threads)
-
-
-Nodes = Sequence[tuple[str, Mapping[str, float]]]
-"""The address of each machine, and what Ray has there."""
+    return [NodeBundle(resource, per_node)] * (num_devices // per_node)
 
 
 def _check_enough(nodes: Nodes, resource: str, num_nodes: int, per_node: int) -> None:

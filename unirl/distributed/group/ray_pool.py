@@ -4,36 +4,25 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from unirl.config.device_sets import DeviceSet
-from unirl.config.errors import IncompatibleError
-from unirl.distributed.group.base import Pool, num_bytes
+from unirl.config.node_groups import NodeGroups
 from unirl.distributed.group.deadlines import LearnedDeadlines
-from unirl.distributed.group.dispatch import Call, SplitCall, split_call
 from unirl.distributed.group.failures import ThreadStacks, WorkerFailure, first_cause, stall
-from unirl.distributed.group.handle import Group, PendingCall, Remote
-from unirl.distributed.group.lockstep import check_same_kind
+from unirl.distributed.group.process_pool import NUMBERS, ProcessPool, WorkerGroup, WorkerLocation
 from unirl.distributed.group.ray_cluster import connect, lost_raylet, reserve, shut_down, stop_listening
-from unirl.distributed.group.ray_worker import ANSWER_S, WorkerLocation, WorkerRef, how_it_died
-from unirl.distributed.group.rendezvous import MARGIN_S, Rendezvous, named_rendezvous
+from unirl.distributed.group.ray_worker import ANSWER_S, WorkerRef, how_it_died
 from unirl.distributed.tensor.row_store import RowTransportName
-from unirl.distributed.tensor.transports import RowConnection, RowService, plan_moves, workers_of
-from unirl.types.device import DeviceKind
+from unirl.distributed.tensor.transports import RowConnection, RowService
 
 if TYPE_CHECKING:
     from ray import ObjectRef
 
 LIBRARIES = ("diffusers", "transformers", "peft")
-NUMBERS = count()
-JOIN_MARGIN_S = 60.0
-"""Collectives time out this much later than the driver, whose error says more about the cause."""
 GRACE_S = 1.0
 """Seconds that the other ranks have to report their failures after the first failure."""
 CAUSE_S = 10.0
@@ -47,70 +36,15 @@ STATUS_S = 1.0
 """Seconds that a worker has to say what it counts."""
 
 
-class RayGroup(Group):
-    """The workers of a device set, in rank order."""
+class RayGroup(WorkerGroup):
+    """Workers that are actors of Ray."""
 
     def __init__(self, pool: RayPool, device_set: DeviceSet) -> None:
-        super().__init__(device_set.words, len(device_set.indices), pool.deadline_s, pool.connect_s)
-        self.pool = pool
-        self.device_set = device_set
-        self.worker_refs = [
-            pool.worker(WorkerLocation(device_set.kind, index, device_set.process)) for index in device_set.indices
-        ]
-        self.workers = tuple(worker.actor for worker in self.worker_refs)
-        self.has_entered = False
-
-    @property
-    def hosts(self) -> tuple[str, ...]:
-        """The address of each rank's machine. Waits until the workers have started."""
-        return tuple(about.host for about in self.pool.ask(self.worker_refs, "starting the workers", "about"))
-
-    def build(self, remote: Remote) -> type:
-        if not self.has_entered:
-            self._check_devices()
-        if self.num_ranks > 1 and not self.has_entered:
-            name = f"{self.name}, group {next(NUMBERS)}"
-            self.pool.join(self.worker_refs, name, "enter", self.deadline_s + JOIN_MARGIN_S)
-        self.has_entered = True
-        role_class: type = self.pool.ask(self.worker_refs, f"building {remote.name}", "place", remote)[0]
-        return role_class
-
-    def device_kind(self) -> DeviceKind:
-        """The kind of the device with the least memory that a rank has. Waits until the workers have started."""
-        return min(self._kinds(), key=lambda kind: kind.memory_gib or 0.0)
-
-    def _kinds(self) -> list[DeviceKind]:
-        return self.pool.ask(self.worker_refs, "starting the workers", "device_kind")
-
-    def _check_devices(self) -> None:
-        """Refuses workers with devices of different kinds, or too small ones. Waits until all have started."""
-        kinds = self._kinds()
-        places = [f"{worker.location} of {worker.process_info.host}" for worker in self.worker_refs]
-        check_same_kind(self.name, dict(zip(places, kinds, strict=True)), self.pool.allow_mixed_devices)
-        if self.pool.check_device is not None and self.device_set.kind == "device":
-            self.pool.check_device(self.device_set.devices, self.device_kind())
-
-    def submit(self, role: str, method: str, call: Call) -> PendingCall[Any]:
-        what = f"{role}.{method}"
-        parts = split_call(
-            what, self.marks[role][method], call, self.num_ranks, self.num_updates.get(role, self.pool.num_updates)
-        )
-        calls = {}
-        # Calls of several threads reach all ranks in the same order: ranks that wait for each other make the same call.
-        with self.pool.submitting:
-            self.pool.move_rows(parts, self.worker_refs)
-            for worker, part in zip(self.worker_refs, parts.calls, strict=False):  # a rank0 call has one part
-                self.pool.traffic += num_bytes(part)
-                calls[worker.ask(what, "call", role, method, part, self.pool.step)] = worker
-        return PendingCall(partial(self._result, what, calls, parts), self.deadline_s)
-
-    def _result(self, what: str, calls: Mapping[ObjectRef, WorkerRef], parts: SplitCall, deadline_s: float) -> Any:
-        results = self.pool.gather(what, calls, deadline_s)
-        self.pool.traffic += sum(map(num_bytes, results))
-        return parts.merge(results)
+        super().__init__(pool, device_set)
+        self.workers = tuple(pool.worker(worker.location).actor for worker in self.worker_refs)
 
 
-class RayPool(Pool[RayGroup]):
+class RayPool(ProcessPool):
     """Devices of a Ray cluster. Workers start when a group first needs them, and stay until `close`.
 
     Args: those of `open_pool`, and
@@ -127,8 +61,9 @@ class RayPool(Pool[RayGroup]):
         row_transport: RowTransportName = "object_store",
         threads: int | None = None,
         row_service: RowService | None = None,
+        node_groups: NodeGroups | None = None,
     ) -> None:
-        super().__init__(num_devices, num_updates, deadline_s)
+        super().__init__(num_devices, num_updates, deadline_s, row_transport)
         self.owns_ray = connect(num_devices + (0 if row_service is None else row_service.num_slots))
         self.preload = preload
         self.is_closed = False
@@ -136,37 +71,18 @@ class RayPool(Pool[RayGroup]):
         self.awaited: WorkerRef | None = None
         """The first worker of the call that the driver waits for."""
         self.worker_refs: dict[WorkerLocation, WorkerRef] = {}
-        self.row_transport = row_transport
-        self.row_workers: set[str] = set()
         self.row_service = row_service
         self.connection: RowConnection | None = None
-        self.submitting = threading.Lock()
-        """Held by the thread that submits a call to the workers of a group."""
         try:
             if row_service is not None:  # before the devices, which may be all slots of the cluster that are left
                 self.connection = row_service.start(num_devices)
-            self.reservation = reserve(num_devices, devices_per_node, threads)
+            self.reservation = reserve(num_devices, devices_per_node, threads, node_groups)
         except BaseException:
             self._stop_row_service()
             self._leave_ray()
             raise
 
-    def new_group(self, device_set: DeviceSet) -> RayGroup:
-        """A group whose workers start at once; the first `place` waits for them.
-
-        Raises:
-            ConfigError: 2020 when another group has some of its devices, but not all.
-        """
-        for other in self.groups:
-            if (
-                other.devices != device_set.devices
-                and other.kind == device_set.kind
-                and set(other.indices) & set(device_set.indices)
-            ):
-                raise IncompatibleError(
-                    f"placements on {other.words} and on {device_set.words} share some devices but not all, and a "
-                    "worker belongs to one group. Give both the same devices, or disjoint ones"
-                )
+    def group_on(self, device_set: DeviceSet) -> RayGroup:
         return RayGroup(self, device_set)
 
     def worker(self, location: WorkerLocation) -> WorkerRef:
@@ -184,7 +100,9 @@ class RayPool(Pool[RayGroup]):
         return self.worker_refs[location]
 
     def _environment(self, location: WorkerLocation) -> dict[str, str]:
-        if location.kind != "device" or not location.process or self.reservation.resource != "GPU":
+        if location.kind != "device" or not location.process:
+            return {}
+        if self.reservation.bundles[self.reservation.bundle_of(location.kind, location.index)].resource != "GPU":
             return {}
         [visible] = self.ask([self.worker_refs[location.device_owner]], "asking for the GPU", "visible")
         # Ray gives this process no GPU and would hide all GPUs from it.
@@ -207,29 +125,8 @@ class RayPool(Pool[RayGroup]):
             return status
         return super().status()
 
-    def num_workers(self) -> int:
-        return len(self.worker_refs)
-
-    def ask(self, workers: Sequence[WorkerRef], what: str, method: str, *args: object) -> list[Any]:
-        """The results of a method on workers, in order."""
-        return self.gather(what, {worker.ask(what, method, *args): worker for worker in workers}, self.deadline_s)
-
-    def join(self, workers: Sequence[WorkerRef], name: str, method: str, timeout_s: float) -> None:
-        """Make workers join the process group `name` by their `method`. They meet in a store on the first one.
-
-        Workers that are busy or still start are waited for first, by the deadline of calls.
-
-        Raises:
-            RendezvousError: 10003 when they do not connect within `connect_s`.
-        """
-        members = self.ask(workers, f"waiting for the workers of {name}", "about")
-        [address] = self.ask(workers[:1], f"opening the store of {name}", "host_store")
-        meeting = Rendezvous(address, name, tuple(map(str, members)), self.connect_s, timeout_s)
-        ranks = {worker.name: rank for rank, worker in enumerate(workers)}
-        what = f"joining {name}"
-        calls = {worker.ask(what, method, meeting, ranks): worker for worker in workers}
-        with named_rendezvous():
-            self.gather(what, calls, self.connect_s + MARGIN_S)
+    def all_workers(self) -> list[WorkerRef]:
+        return list(self.worker_refs.values())
 
     def gather(self, what: str, calls: Mapping[ObjectRef, WorkerRef], deadline_s: float) -> list[Any]:
         """The results of calls, in order. Raises the first cause when a call fails or any worker of the pool dies.
@@ -362,27 +259,6 @@ class RayPool(Pool[RayGroup]):
 
     def _forget(self, gone: Sequence[WorkerRef]) -> None:
         self.worker_refs = {location: worker for location, worker in self.worker_refs.items() if worker not in gone}
-
-    def move_rows(self, parts: SplitCall, refs: Sequence[WorkerRef]) -> None:
-        """Send the rows that the calls of `parts` read to their workers, if rows are sent over a process group."""
-        if self.row_transport == "object_store":
-            return
-        names = [worker.name for worker in refs[: len(parts.calls)]]
-        moves = plan_moves(parts.calls, names, parts.dispatch.unread)
-        if not moves:
-            return
-        self._join_rows()
-        moving = workers_of(moves)
-        taking_part = [worker for worker in self.worker_refs.values() if worker.name in moving]
-        self.ask(taking_part, "moving rows", "exchange", moves)
-
-    def _join_rows(self) -> None:
-        """Join all workers of the pool in one process group, again whenever the set of workers has changed."""
-        workers = list(self.worker_refs.values())
-        names = {worker.name for worker in workers}
-        if self.row_workers != names:
-            self.join(workers, "the rows", "join_rows", self.deadline_s)
-            self.row_workers = names
 
     def release(self, step: int) -> None:
         self._await_told("release", {each.actor.release.remote(step): each for each in self.worker_refs.values()})

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import unirl
+from unirl.distributed.group.process_pool import WorkerLocation
 from unirl.distributed.group.ray_cluster import Reservation
 from unirl.distributed.group.worker import ProcessInfo, RemoteWorker, end_with_parent
 from unirl.distributed.tensor.transports import RowConnection
@@ -23,25 +24,6 @@ ANSWER_S = 5.0
 """Seconds that a worker has to answer with its stacks, and Ray to report why a worker died."""
 LONGEST = 600
 """Characters of Ray's report on a death, counted from its end: the message of an exception stands there."""
-
-
-@dataclass(frozen=True)
-class WorkerLocation:
-    """The device that a worker runs on, and which of the processes on that device it is."""
-
-    kind: str
-    index: int
-    process: int = 0
-    """0: the process that owns the device. Others: further processes on the same device."""
-
-    def __str__(self) -> str:
-        beside = f" process {self.process}" if self.process else ""
-        return f"{self.kind} {self.index}{beside}"
-
-    @property
-    def device_owner(self) -> WorkerLocation:
-        """The location of the process that owns this device."""
-        return WorkerLocation(self.kind, self.index)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,16 +50,22 @@ class WorkerRef:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         has_device = location.kind == "device"
-        bundle = location.index // held.per_node if has_device else location.index % held.placement_group.bundle_count
+        position = held.bundle_of(location.kind, location.index)
+        bundle = held.bundles[position]
         takes = int(has_device and not location.process)
+        runtime_env: dict[str, object] = {
+            "env_vars": worker_environment(held.threads) | dict(bundle.env_vars) | environment
+        }
+        if bundle.python is not None:
+            runtime_env["py_executable"] = bundle.python
         actor = (
             actor_class()
             .options(
                 name=name,
-                num_cpus=takes if held.resource == "CPU" else 0,
-                num_gpus=takes if held.resource == "GPU" else 0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(held.placement_group, bundle),
-                runtime_env={"env_vars": worker_environment(held.threads) | environment},
+                num_cpus=takes if bundle.resource == "CPU" else 0,
+                num_gpus=takes if bundle.resource == "GPU" else 0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(held.placement_group, position),
+                runtime_env=runtime_env,
             )
             .remote(name, str(location), has_device, deadline_s, connection)
         )

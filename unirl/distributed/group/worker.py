@@ -107,6 +107,7 @@ class RemoteWorker(Worker):
         has_device: bool,
         deadline_s: float,
         connection: RowConnection | None = None,
+        device: torch.device | None = None,
     ) -> None:
         """
         Args:
@@ -114,8 +115,10 @@ class RemoteWorker(Worker):
             host: the address of this machine for other workers.
             deadline_s: seconds that another worker may take to send rows.
             connection: the service that carries rows. None: the object store of Ray does.
+            device: its device. None: the first accelerator, which is the only one that Ray shows.
         """
-        device = accelerator() if has_device else CPU
+        if device is None:
+            device = accelerator() if has_device else CPU
         why = unusable_gpu() if has_device else None
         if why is not None:
             raise UnsupportedEnvironmentError(f"{place} on {host}: {why}")

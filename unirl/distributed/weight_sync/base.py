@@ -37,6 +37,11 @@ class Numerics:
     storage: Mapping[str, str]
     """The dtype of each parameter of the network. Libraries keep some parameters of a bf16 network in float32."""
 
+    @property
+    def on_cpu(self) -> bool:
+        """True if the forward runs on a CPU."""
+        return self.device.startswith("cpu ")
+
     @classmethod
     def of(cls, network: nn.Module, compute: torch.dtype, device: torch.device) -> Numerics:
         """The numerics of `network` on `device`."""

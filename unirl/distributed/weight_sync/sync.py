@@ -73,7 +73,8 @@ class EngineSync:
             merge_adapters: send adapted weights with their adapters merged, for an engine without adapters.
             wire_dtype: the dtype in which tensors are sent. Absent = the engine's.
             bucket_mb: MiB per message. A larger tensor is sent alone.
-            transport: auto = in_process where both ends live in one process, else broadcast.
+            transport: auto = in_process where both ends live in one process, ray between GPUs and CPUs, else
+                broadcast.
         """
         if bucket_mb < 1:
             raise InvalidValueError(f"sync.bucket_mb must be >= 1, got {bucket_mb}")
@@ -129,7 +130,7 @@ class EngineSync:
         layout: WeightLayout = self.train.prepare(self.merge_adapters)
         mapping = _common(self.rollout.prepare(layout), layout)
         config = TransferConfig(mapping.dtypes, self.wire_dtype, self.bucket_bytes, mapping.quantized)
-        route = self._choose_route(layout, config)
+        route = self._choose_route(layout, mapping, config)
         if route.listens:
             ends = [submit(self.rollout.connect, route), submit(self.train.connect, config, route)]
             self._await_connections(ends)
@@ -149,8 +150,10 @@ class EngineSync:
         if errors:
             raise min(errors, key=lambda error: error.is_consequence)
 
-    def _choose_route(self, layout: WeightLayout, config: TransferConfig) -> WeightRoute:
-        transport = choose_transport(self.transport, layout.has_engine_in_process)
+    def _choose_route(self, layout: WeightLayout, mapping: ParamMapping, config: TransferConfig) -> WeightRoute:
+        transport = choose_transport(
+            self.transport, layout.has_engine_in_process, layout.numerics.on_cpu != mapping.numerics.on_cpu
+        )
         if transport == "in_process":
             return InProcessRoute()
         if transport == "ray":
@@ -182,21 +185,29 @@ def _await_engine(listening: PendingCall[object], error: UniRLError) -> None:
             raise theirs from error
 
 
-def choose_transport(transport: SyncTransport, same_process: bool) -> SyncTransport:
+def choose_transport(transport: SyncTransport, same_process: bool, mixes_cpu_and_gpu: bool = False) -> SyncTransport:
     """The transport, given whether trainer and engine share their processes.
 
     They do on equal device sets (colocate), and always with runtime: local.
+
+    Args:
+        mixes_cpu_and_gpu: one of them is on GPUs and the other one on CPUs, which no process group joins.
 
     Raises:
         ConfigError: 2020 when the transport does not fit.
     """
     if transport == "auto":
-        return "in_process" if same_process else "broadcast"
+        return "in_process" if same_process else "ray" if mixes_cpu_and_gpu else "broadcast"
     if same_process != (transport == "in_process"):
         where, better = ("in the trainer's own process", "in_process")
         if not same_process:
             where, better = ("in a process of its own", "broadcast (or ray)")
         raise IncompatibleError(f"sync.transport={transport} does not reach an engine {where}: use {better}, or auto")
+    if transport == "broadcast" and mixes_cpu_and_gpu:
+        raise IncompatibleError(
+            "sync.transport=broadcast joins trainer and engine in one process group, and one of them is on GPUs and "
+            "the other one on CPUs. Use ray, or auto"
+        )
     return transport
 
 

@@ -22,12 +22,14 @@ from unirl.cli import train as train_command
 from unirl.cli.main import run_command
 from unirl.cli.train import parsed
 from unirl.config.device_sets import DeviceSet
-from unirl.config.errors import StoppedAtStart, UniRLError, WorkerError
+from unirl.config.errors import LostWorkerError, StallError, StoppedAtStart, UniRLError, WorkerError
 from unirl.config.load import load
-from unirl.distributed.group.dispatch import scatter
-from unirl.distributed.group.handle import Remote
+from unirl.distributed.group import torchrun_pool
+from unirl.distributed.group.dispatch import rank0, scatter
+from unirl.distributed.group.handle import Remote, submit
 from unirl.distributed.group.torchrun import DriverDoor, packed, torchrun_rank
 from unirl.distributed.group.torchrun_pool import TorchrunPool
+from unirl.distributed.group.torchrun_worker import END
 from unirl.plan.preflight import preflight
 
 TRAINSIDE = "diffusion/sd3_trainside"
@@ -80,6 +82,10 @@ class Adder:
         self.calls += 1
         return values + self.calls
 
+    @rank0
+    def wait(self, seconds: float) -> None:
+        time.sleep(seconds)
+
     @scatter(torch.cat)
     def fail(self, values: torch.Tensor) -> torch.Tensor:
         raise ArithmeticError("seven")
@@ -102,6 +108,20 @@ def test_calls_reach_the_worker_in_order_and_its_error_names_it(pool):
     with pytest.raises(WorkerError, match=r"adder.fail failed on the worker on device 0 \(host .*\): Arith.*seven"):
         adder.fail(torch.zeros(1))
     assert pool.memory() and pool.status()
+
+
+def test_a_call_without_progress_and_a_rank_that_is_gone_are_named(pool, monkeypatch):
+    lost: list[str] = []
+    monkeypatch.setattr(torchrun_pool, "LOST", lost)
+    adder = pool.group(DeviceSet("device", (0,))).place(Remote("adder", lambda siblings: Adder()))
+    with pytest.raises(StallError, match=r"adder.wait made no progress for 0.3 s on rank 0, the worker on device 0"):
+        submit(adder.wait, 1.2).result(0.3)
+    (link,) = pool.links
+    link.calls.send_bytes(END)  # its worker ends, and the driver does not expect it
+    assert wait_until(lambda: link.is_gone, 30)
+    assert lost == [f"rank 0, {link}"]
+    with pytest.raises(LostWorkerError, match=r"rank 0, the worker on device 0 .* died while adder.add ran"):
+        adder.add(torch.zeros(1))
 
 
 def test_a_stranger_without_the_secret_is_not_let_in():

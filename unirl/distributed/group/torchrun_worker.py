@@ -50,11 +50,12 @@ def serve(own: TorchrunRank, driver: DriverAddress, ends_process: bool) -> bool:
     questions.send_bytes(packed((own.rank, "questions", about)))
     arguments = (worker, questions, ends_process)
     threading.Thread(target=_answer_questions, args=arguments, name="questions", daemon=True).start()
-    while (message := _received(calls)) is not None:
-        if message == END:
-            return True
-        what, method, args = unpacked(message)
-        calls.send_bytes(_packed(what, worker, worker.attempt(what, method, *args)))
+    with calls:
+        while (message := _received(calls)) is not None:
+            if message == END:
+                return True
+            what, method, args = unpacked(message)
+            calls.send_bytes(_packed(what, worker, worker.attempt(what, method, *args)))
     return False
 
 

@@ -36,16 +36,15 @@ def serve(own: TorchrunRank, driver: DriverAddress, ends_process: bool) -> bool:
     Args:
         ends_process: True where the worker is the whole process, which ends at once with the driver's.
     """
-    host = socket.gethostbyname(socket.gethostname()) if own.address not in ("127.0.0.1", "localhost") else "127.0.0.1"
-    about = (host, os.getpid())
     try:
         calls = driver.connect()
+        about = (own_address(calls), os.getpid())
         calls.send_bytes(packed((own.rank, "calls", about)))
         paths, deadline_s = unpacked(calls.recv_bytes())
     except (EOFError, OSError):  # the driver has failed, and says why
         return False
     sys.path.extend(path for path in paths if path not in sys.path)
-    worker = TorchrunWorker(own, host, deadline_s)
+    worker = TorchrunWorker(own, about[0], deadline_s)
     questions = driver.connect()
     questions.send_bytes(packed((own.rank, "questions", about)))
     arguments = (worker, questions, ends_process)
@@ -65,6 +64,12 @@ class TorchrunWorker(RemoteWorker):
     def __init__(self, own: TorchrunRank, host: str, deadline_s: float) -> None:
         name, device = worker_name(own.rank), accelerator(own.local_rank)
         super().__init__(name, f"device {own.rank}", host, True, deadline_s, device=device)
+
+
+def own_address(connection: Connection) -> str:
+    """The address of this machine that the other end of a connection sees, and that other machines reach as well."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        return str(end.getsockname()[0])
 
 
 def worker_name(rank: int) -> str:

@@ -7,8 +7,8 @@
 The moments are drawn with --seed and the run: a step for each kill, and a delay of up to two steps after it. So a kill
 hits a step, a checkpoint, an evaluation, or the start of the resumed run. A run without a checkpoint begins again.
 Metrics without clocks, the ledger, evaluations, pages and samples, and the weights, optimizers and trainer state of the
-last checkpoint must be equal, bit for bit. With `asynchronous.order=free` a run cannot be repeated; then every step must
-train the same samples as without kills, each of them once. Each row names the engines of its run and the programs of
+last checkpoint must be equal, bit for bit. A run with `asynchronous.order=free` cannot be repeated; its steps must train
+the samples that they train without kills, each of them once. Each row names the engines of its run and the programs of
 their servers. --out is written after each run. Exit status 1: something differs. A toy recipe takes some minutes.
 """
 

@@ -4,12 +4,13 @@
     python scripts/kill_runs.py 'unified_model/*' scale=toy runtime=ray num_devices=2 --kills 1 --steps 3
     python scripts/kill_runs.py 'vlm/*sglang*' 'llm/quickstart rollout=openai' scale=toy --kills 1 --steps 3
 
-The moments are drawn with --seed and the run: a step for each kill, and a delay of up to two steps after it. So a kill
-hits a step, a checkpoint, an evaluation, or the start of the resumed run. A run without a checkpoint begins again.
-Metrics without clocks, the ledger, evaluations, pages and samples, and the weights, optimizers and trainer state of the
-last checkpoint must be equal, bit for bit. A run with `asynchronous.order=free` cannot be repeated; its steps must train
-the samples that they train without kills, each of them once. Each row names the engines of its run and the programs of
-their servers. --out is written after each run. Exit status 1: something differs. A toy recipe takes some minutes.
+The moments are drawn with --seed and the run: a step for each kill, and a delay of up to two steps after it. So a
+kill hits a step, a checkpoint, an evaluation, or the start of the resumed run. A run without a checkpoint begins
+again. Metrics without clocks, the ledger, evaluations, pages and samples, and the weights, optimizers and trainer
+state of the last checkpoint must be equal, bit for bit. A run with `asynchronous.order=free` cannot be repeated; its
+steps must train the samples that they train without kills, each of them once. Each row names the engines of its run
+and the programs of their servers. --out is written after each run. Exit status 1: something differs. A toy recipe
+takes some minutes.
 """
 
 from __future__ import annotations

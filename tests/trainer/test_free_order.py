@@ -134,7 +134,9 @@ def test_the_first_step_has_the_samples_of_a_run_in_turns(tmp_path) -> None:
     assert first[0]["train/loss"] == first[1]["train/loss"]
 
 
-@pytest.mark.parametrize("rule", ["redraw", "drop", "correct"])
+@pytest.mark.parametrize(
+    "rule", ["redraw", *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("drop", "correct"))]
+)
 def test_samples_that_are_too_old_are_treated_as_the_recipe_says(rule, tmp_path, monkeypatch) -> None:
     settings = ("asynchronous.steps_ahead=4", f"asynchronous.too_old={rule}", "algorithm.old_logp_source=rollout")
     with in_lockstep(monkeypatch, parts=40):  # all steps that may be begun come from the first weights
@@ -184,6 +186,7 @@ def test_a_stopped_run_trains_every_prompt_once(tmp_path) -> None:
     assert broken == turns
 
 
+@pytest.mark.slow
 def test_evaluations_have_the_engine_for_themselves(tmp_path, monkeypatch) -> None:
     """Samples of training never come from the weights of an evaluation, and none is made during one."""
     busy, sample, evaluate = [], ReplicaRolloutEngine.sample, Trainer.evaluate
@@ -208,6 +211,7 @@ def test_evaluations_have_the_engine_for_themselves(tmp_path, monkeypatch) -> No
     assert {purpose for purpose, during in busy if not during} == {"r"}
 
 
+@pytest.mark.slow
 def test_an_engine_that_loses_its_weights_gets_them_again(tmp_path, monkeypatch) -> None:
     sample, losses = ReplicaRolloutEngine.sample, iter([False, False, True, False, False, True])
 

@@ -33,7 +33,6 @@ from unirl.trainer.learner import Learner, fraction_done
 from unirl.trainer.monitoring import (
     Monitor,
     busy_shares,
-    mixture_metrics,
     reward_metrics,
     selection_metrics,
     staleness_metrics,
@@ -195,7 +194,6 @@ class Trainer:
             if self.max_staleness:
                 track = samples.everything()[1].tracks[learner.track]
                 self.monitor.record(learner.label, staleness_metrics(learner.version - track.weight_version))
-                self.monitor.record(learner.label, mixture_metrics(track.segment))
         if self.max_staleness:
             self.tracker.record({"queue/steps_ahead": self.generation.ahead})
         self.tracker.record(samples.waits)

@@ -185,9 +185,11 @@ class TextSegment(PackedSegment):
     top_k: int = shared()
 
     def statistics(self) -> dict[str, float]:
-        """Lengths of the responses in tokens, and the fraction that was truncated."""
+        """Lengths of the responses in tokens, and the fractions that were truncated and that come from several weights."""
         lengths = self.lengths.double()
-        return {
+        versions = () if self.versions is None else self.versions.split(self.lengths.tolist())
+        mixed = {"rollout/mixed_versions": sum(bool((row != row[0]).any()) for row in versions) / len(self)}
+        return (mixed if versions else {}) | {
             "rollout/response_len_mean": float(lengths.mean()),
             "rollout/response_len_max": float(lengths.max()),
             "rollout/response_len_min": float(lengths.min()),

@@ -185,17 +185,21 @@ class TextSegment(PackedSegment):
     top_k: int = shared()
 
     def statistics(self) -> dict[str, float]:
-        """Lengths of the responses in tokens, and the fractions that were truncated and that come from several weights."""
+        """Lengths of the responses in tokens, and the fractions that were truncated or come from several weights."""
         lengths = self.lengths.double()
-        versions = () if self.versions is None else self.versions.split(self.lengths.tolist())
-        mixed = {"rollout/mixed_versions": sum(bool((row != row[0]).any()) for row in versions) / len(self)}
-        return (mixed if versions else {}) | {
+        return self._mixture() | {
             "rollout/response_len_mean": float(lengths.mean()),
             "rollout/response_len_max": float(lengths.max()),
             "rollout/response_len_min": float(lengths.min()),
             "rollout/truncated_fraction": float((~self.finished).double().mean()),
             "samples/tokens": float(self.loss_mask.sum()),
         }
+
+    def _mixture(self) -> dict[str, float]:
+        if self.versions is None:
+            return {}
+        rows = torch.split(self.versions, self.lengths.tolist())
+        return {"rollout/mixed_versions": sum(bool((row != row[0]).any()) for row in rows) / len(self)}
 
     def facts(self) -> list[Facts]:
         """[B] number of tokens of each response, and whether it ended by itself."""

@@ -33,6 +33,7 @@ from unirl.trainer.learner import Learner, fraction_done
 from unirl.trainer.monitoring import (
     Monitor,
     busy_shares,
+    mixture_metrics,
     reward_metrics,
     selection_metrics,
     staleness_metrics,
@@ -104,7 +105,11 @@ class Trainer:
             prompts=prompts,
             requests=requests,
             scoring=OverlappedScoring(
-                rollout=rollout, reward=reward, parts=config.reward_parts, scores_at_once=self.max_staleness > 0
+                rollout=rollout,
+                reward=reward,
+                parts=config.reward_parts,
+                scores_at_once=self.max_staleness > 0,
+                slice_tokens=config.asynchronous.slice_tokens,
             ),
             phase=phases,
             learners=learners,
@@ -188,8 +193,9 @@ class Trainer:
         for learner in self.learners:
             self.monitor.record(learner.label, sync_metrics(generated.published[learner.track]))
             if self.max_staleness:
-                versions = samples.everything()[1].tracks[learner.track].weight_version
-                self.monitor.record(learner.label, staleness_metrics(learner.version - versions))
+                track = samples.everything()[1].tracks[learner.track]
+                self.monitor.record(learner.label, staleness_metrics(learner.version - track.weight_version))
+                self.monitor.record(learner.label, mixture_metrics(track.segment))
         if self.max_staleness:
             self.tracker.record({"queue/steps_ahead": self.generation.ahead})
         self.tracker.record(samples.waits)

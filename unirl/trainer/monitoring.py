@@ -22,6 +22,7 @@ from unirl.types.results import Metrics
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp, RolloutTrack
 from unirl.types.rows import spread_rows
+from unirl.types.segments import Segment, TextSegment
 
 if TYPE_CHECKING:
     from unirl.tracking.tracker import Tracker
@@ -195,6 +196,14 @@ def staleness_metrics(behind: Tensor) -> dict[str, float]:
         behind: [B] int64, of each sample.
     """
     return {"rollout/staleness_mean": float(behind.double().mean()), "rollout/staleness_max": float(behind.max())}
+
+
+def mixture_metrics(segment: Segment) -> dict[str, float]:
+    """The share of responses whose tokens come from several weights, if responses may pause."""
+    if not isinstance(segment, TextSegment) or segment.versions is None:
+        return {}
+    rows = segment.versions.cpu().split(segment.lengths.tolist())
+    return {"rollout/mixed_versions": sum(bool((row != row[0]).any()) for row in rows) / len(rows)}
 
 
 def busy_shares(timers: PhaseTimers) -> dict[str, float]:

@@ -177,6 +177,9 @@ class TextSegment(PackedSegment):
     elements: ClassVar[str] = "tokens"
 
     tokens: Tensor = packed()  # [sum L] int64
+    versions: Tensor | None = packed(
+        optional=True
+    )  # [sum L] int64 updates behind the weights of each token; None = one
     temperature: float = shared()
     top_p: float = shared()
     top_k: int = shared()

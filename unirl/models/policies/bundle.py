@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from unirl.config.errors import InvalidValueError, NotFoundError
 from unirl.models.base import Bundle
 from unirl.models.chunks import batch_multiple
+from unirl.models.policies.decoder import ChunkDecoderPolicy
 from unirl.models.policies.flow import FlowPolicy
 from unirl.models.policies.networks import (
     LOG_STD_BOUNDS,
@@ -349,6 +350,50 @@ class FlowBundle(PolicyBundle):
         return described(FlowPolicy, settings, ContinuousActions(settings["actions"]), settings["chunk"])
 
 
+class ChunkDecoderBundle(PolicyBundle):
+    """A policy of chunks of continuous actions, which are decoded together by attention: the decoder of ACT."""
+
+    toy: ClassVar[Mapping[str, object]] = {"width": 16}
+
+    def __init__(
+        self,
+        device: torch.device = CPU,
+        seed: int = 0,
+        *,
+        observations: Mapping[str, tuple[int, ...]] | int,
+        actions: int,
+        chunk: int,
+        log_std: float = -0.5,
+        width: int = 64,
+        depth: int = 2,
+        heads: int = 4,
+        activation: Activation = "relu",
+    ) -> None:
+        """
+        Args:
+            seed: the seed of the run, from which the initial weights are drawn.
+            observations: length of the observation `state`, or shapes by key. Each key is a token.
+            actions: A, the dimensions of an action.
+            chunk: actions of one decision, C. The environment takes them one after another.
+            log_std: initial log of the std.
+            width: units of a token.
+            depth: layers of the decoder.
+            heads: heads of its attention.
+            activation: after the layer that makes a token.
+        """
+        positive(actions=actions, chunk=chunk, width=width, depth=depth, heads=heads)
+        if width % heads:
+            raise InvalidValueError(f"bundle.heads={heads} must divide bundle.width={width}, the units of all heads")
+        shapes, space, start = shapes_of(observations), ContinuousActions(actions), key_seed(seed, POLICY)
+        network = ChunkDecoderPolicy(shapes, space, chunk, width, depth, heads, activation, start, log_std)
+        settings = {"actions": actions, "chunk": chunk, "log_std": log_std, "width": width, "heads": heads}
+        super().__init__(network, shapes, settings, device=device, depth=depth, activation=activation)
+
+    @classmethod
+    def facts_from(cls, settings: Mapping[str, Any]) -> ActionFacts:
+        return described(ChunkDecoderPolicy, settings, ContinuousActions(settings["actions"]), settings["chunk"])
+
+
 class SteeredBundle(PolicyBundle):
     """A policy that chooses the noise of a frozen flow policy, for SAC: DSRL (`unirl/models/policies/steering.py`)."""
 
@@ -435,7 +480,7 @@ class SteeredBundle(PolicyBundle):
 
 
 KINDS: Mapping[str, type[PolicyBundle]] = {
-    kind.__name__: kind for kind in (CategoricalBundle, GaussianBundle, FlowBundle, SteeredBundle)
+    kind.__name__: kind for kind in (CategoricalBundle, GaussianBundle, FlowBundle, ChunkDecoderBundle, SteeredBundle)
 }
 """The kinds of policies that an export may be, by name."""
 

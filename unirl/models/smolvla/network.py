@@ -96,7 +96,7 @@ class SmolVLAExpertLayer(nn.Module):
         return result
 
 
-class Expert(nn.Module):
+class SmolVLAExpert(nn.Module):
     """The layers of the expert and their last norm."""
 
     def __init__(self, config: LlamaConfig, prefix: int) -> None:
@@ -127,7 +127,7 @@ class SmolVLANetwork(nn.Module):
         text, width = vlm.text_config, expert.hidden_size
         self.vlm_with_expert = nn.ModuleDict({
             "vlm": nn.ModuleDict({"model": SmolVLMModel(vlm)}),
-            "lm_expert": Expert(expert, text.num_key_value_heads * text.head_dim),
+            "lm_expert": SmolVLAExpert(expert, text.num_key_value_heads * text.head_dim),
         })  # fmt: skip
         self.state_proj = nn.Linear(state_width, text.hidden_size)
         self.action_in_proj, self.action_out_proj = nn.Linear(action_width, width), nn.Linear(width, action_width)

@@ -16,6 +16,7 @@ from unirl.bench.workloads import TRAINSIDE, WORKLOADS
 from unirl.cli.check import checked
 from unirl.cli.main import main
 from unirl.config.errors import MemoryShortageError
+from unirl.plan.sizes import sizes_of_policies
 
 CPU = Machine(cpu="a processor", cpus=2, main_memory_gib=8.0, dtype="fp32", tflops=2.0)
 
@@ -165,6 +166,8 @@ def test_every_workload_is_a_valid_recipe_of_its_model(name, engine, size):
     chosen = benchmark(name, size, engine)
     recipe = checked(chosen.recipe, chosen.words[1:])
     published = recipe.config.bundle.schema.owner.facts_of(WORKLOADS[name].model)
+    [sizes] = sizes_of_policies(recipe).values()
+    assert bool(measuring.flops_of(sizes.run)) == (name != "llm")
     if size == "real":
         assert recipe.config.bundle.schema.owner.facts_of(recipe.config.model_path) == published
 

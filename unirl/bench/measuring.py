@@ -210,7 +210,12 @@ def _step(row: Mapping[str, float]) -> Step:
 
 
 def flops_of(sizes: RunSizes) -> dict[str, float]:
-    """Operations of one device in a step by phase, without what is computed again."""
+    """Operations of one device in a step by phase, without what is computed again.
+
+    Empty for a language model: the plan counts prompts and responses at their largest lengths, not at those of the run.
+    """
+    if sizes.sizes.prompt_tokens:
+        return {}
     works = {
         "generate": generate_work(sizes.sizes, sizes.settings),
         "train": train_work(sizes.sizes, sizes.settings),

@@ -71,8 +71,8 @@ class StepWork:
     sampling: Mapping[str, Any]
     """The settings of `sampling`."""
     flops: Mapping[str, float]
-    """Operations of one device in a step by phase, as the plan counts them, without what is computed again. Empty if
-    the bundle cannot say the sizes of its model."""
+    """Operations of one device in a step by phase, as the plan counts them, without what is computed again. Empty for
+    a language model, and if the bundle cannot say the sizes of its model."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -214,7 +214,7 @@ def flops_of(sizes: RunSizes) -> dict[str, float]:
 
     Empty for a language model: the plan counts prompts and responses at their largest lengths, not at those of the run.
     """
-    if sizes.sizes.prompt_tokens:
+    if sizes.sizes.network.prompt_tokens:
         return {}
     works = {
         "generate": generate_work(sizes.sizes, sizes.settings),

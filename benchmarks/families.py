@@ -19,7 +19,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,9 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from benchmarks.harness import machine, seconds
 from tests.models.family_cases import CASES, FamilyCase
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
+from unirl.bench.probe import matmul_rate
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, sample_with_euler
-from unirl.models.loading.checkpoint import TOY
+from unirl.models.loading.checkpoint import RANDOM, TOY
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.sde.steps import FractionSteps
 from unirl.testing.bundle import rollout_of
@@ -45,8 +46,6 @@ from unirl.types.protocols import TORCH_DTYPES
 from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
 
-RANDOM = "random"
-"""The `path` of a bundle with the sizes of a public model and random weights."""
 REPEATS = 3
 TRAINED_STEPS = 3
 """Stochastic steps in the first half of the trajectory, or as many as it has."""
@@ -69,24 +68,11 @@ class Phase:
 def pipeline_of(case: FamilyCase, model: str | None, device: torch.device, dtype: str) -> DiffusersPipeline[Any]:
     """Returns the toy of the case, or a model with the sizes of a public one and random weights."""
     bundle_class, pipeline_class = case.classes()
-    path = case.path
-    if model is not None:
-        family = bundle_class.family
-        family = replace(family, toys={**family.toys, RANDOM: family.published[model]})
-        bundle_class, path = type(bundle_class.__name__, (bundle_class,), {"family": family}), RANDOM
+    path = case.path if model is None else f"{RANDOM}{model}"
     with torch.device(device):
         bundle = bundle_class(device, path=path, dtype=dtype)
     pipeline: DiffusersPipeline[Any] = pipeline_class(bundle)
     return pipeline
-
-
-def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Returns the rate of a large square matrix product, in 1e12 operations per second."""
-    side = 8192 if device.type == "cuda" else 1024
-    a = torch.randn(side, side, device=device, dtype=dtype)
-    seconds(lambda: a @ a)
-    best = min(seconds(lambda: a @ a) for _ in range(10))
-    return 2 * side**3 / best / 1e12
 
 
 def attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *others: object, **further: object) -> int:

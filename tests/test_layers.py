@@ -23,6 +23,7 @@ LAYERS = {
     "train": 5,
     "plan": 6,
     "trainer": 7,
+    "bench": 8,
     "testing": 8,
     "viewer": 8,
     "cli": 9,

@@ -9,12 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from tests.run_files import lines_of
 from tests.trainer.test_loop import run
 from unirl.cli.main import main
+from unirl.config.errors import UnreadableFileError
 from unirl.sde.guidance import Guidance
 from unirl.sde.kernels import FlowSDEStrategy
+from unirl.trainer.saved_rollouts import with_saved_rows
+from unirl.types.batch import named_tensors, with_named_tensors
+from unirl.types.rollout_resp import RolloutResp, RolloutTrack
 from unirl.types.segments import LatentSegment
 
 RUN = ("num_rollouts=3", "save_interval=2", "tracking.sample_steps=1", "tracking.max_samples=4")
@@ -131,3 +136,74 @@ def test_bad_input_is_refused_with_the_way_out(recorded, tmp_path, capsys, words
     places = {"RUN": str(recorded), "BARE": str(bare)}
     assert main(["replay", *(places.get(word, word) for word in words)]) == status
     assert message in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def with_rows(tmp_path_factory) -> Path:
+    """A run that kept the rows of its second and last step."""
+    folder = tmp_path_factory.mktemp("rows") / "run"
+    run(folder, "num_rollouts=2", "save_interval=1", "tracking.sample_steps=0", "tracking.save_rollouts=2")
+    return folder
+
+
+def test_a_step_that_is_trained_again_on_its_saved_rows_has_the_metrics_of_the_record(with_rows, tmp_path, capsys):
+    status, result = replay(with_rows, tmp_path / "again", capsys, "--step", "2", "--train")
+    assert (status, result["differences"], result["start"]) == (0, [], "checkpoint-000001")
+    [row] = lines_of(tmp_path / "again" / "metrics.jsonl")
+    recorded = {name: value for name, value in lines_of(with_rows / "metrics.jsonl")[1].items() if "train/" in name}
+    assert "train/grad_norm" in recorded and recorded.items() - row.items() == {
+        item for item in recorded.items() if item[0] == "time/train"
+    }
+
+
+def test_the_saved_rows_are_what_the_step_is_trained_on(with_rows, tmp_path, capsys) -> None:
+    changed = shutil.copytree(with_rows, tmp_path / "changed")
+    [file] = (changed / "rollouts").iterdir()
+    tensors = load_file(file)
+    [name] = [name for name in tensors if name.endswith(".advantages")]
+    save_file(tensors | {name: 2 * tensors[name]}, file)
+    status, result = replay(changed, tmp_path / "again", capsys, "--step", "2", "--train")
+    assert status == 9
+    assert any(line.startswith("step 2: train/grad_norm") for line in result["differences"])
+    assert not any("rollout/" in line for line in result["differences"])
+
+
+def test_rows_that_are_absent_damaged_or_of_another_run_are_named(with_rows, tmp_path, capsys) -> None:
+    assert main(["replay", str(with_rows), "--step", "1", "--train"]) == 4
+    assert "kept no rows of step 1. It kept those of the steps 2" in capsys.readouterr().err
+    changed = shutil.copytree(with_rows, tmp_path / "changed")
+    [file] = (changed / "rollouts").iterdir()
+    tensors = load_file(file)
+    resp = RolloutResp({"image": rollout_track(3)})
+    for content, reason in (
+        (b"no tensors", "cannot be read"),
+        (None, "has no rows of the track image"),
+    ):
+        file.write_bytes(content) if content else save_file({"x": tensors[min(tensors)]}, file)
+        with pytest.raises(UnreadableFileError, match=reason):
+            with_saved_rows(changed, 2, resp)
+    save_file({"image.advantages": torch.zeros(2)}, file)
+    with pytest.raises(UnreadableFileError, match="does not fit step 2"):
+        with_saved_rows(changed, 2, resp)
+
+
+def rollout_track(rows: int) -> RolloutTrack:
+    segment = latent_segment(torch.zeros(2, 4, 3, 2, 2)).select([0] * rows)
+    ids = [str(row) for row in range(rows)]
+    return RolloutTrack(
+        sample_ids=ids,
+        group_ids=ids,
+        conditions={},
+        segment=segment,
+        weight=torch.ones(rows),
+        weight_version=torch.zeros(rows, dtype=torch.int64),
+    )
+
+
+def test_named_tensors_and_back_is_the_identity_on_every_tensor() -> None:
+    track = rollout_track(3)
+    random = {name: torch.rand(tensor.shape).to(tensor.dtype) for name, tensor in named_tensors(track, "t").items()}
+    assert {"t.segment.latents", "t.segment.logp", "t.weight", "t.weight_version"} == set(random)
+    filled = named_tensors(with_named_tensors(track, random, "t"), "t")
+    assert filled.keys() == random.keys()
+    assert all(torch.equal(filled[name], random[name]) for name in random)

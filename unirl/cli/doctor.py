@@ -15,9 +15,10 @@ from importlib.metadata import requires
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from unirl.bench.probe import main_memory_gib
 from unirl.cli.arguments import parse_recipe, recipe_parser
 from unirl.cli.engine_install import environment_named
-from unirl.cli.env import installed, memory_gib
+from unirl.cli.env import installed
 from unirl.cli.start import shown_start
 from unirl.config.dependencies import check_ray_address
 from unirl.config.errors import NotFoundError, UniRLError, report
@@ -163,9 +164,9 @@ def _drawing() -> str:
 
 
 def _memory() -> str:
-    if memory_gib() < 3:
-        raise Unfit(f"{memory_gib():.1f} GiB; the quick start needs about 3 GiB")
-    return f"{memory_gib():.1f} GiB, {os.cpu_count()} CPUs"
+    if main_memory_gib() < 3:
+        raise Unfit(f"{main_memory_gib():.1f} GiB; the quick start needs about 3 GiB")
+    return f"{main_memory_gib():.1f} GiB, {os.cpu_count()} CPUs"
 
 
 def _disk() -> str:
@@ -319,8 +320,8 @@ def _room(sizes: RecipeSizes, policy: str = "") -> str:
     if num_accelerators():
         return f"{needs}, on {config.num_devices} x {largest_device()}"
     count = 1 if config.runtime_in_use == "local" else config.devices_on_node
-    processes = f"{count} process{'es' * (count > 1)} on the CPU, with {memory_gib():.1f} GiB in all"
-    if peak.gib * count > memory_gib():
+    processes = f"{count} process{'es' * (count > 1)} on the CPU, with {main_memory_gib():.1f} GiB in all"
+    if peak.gib * count > main_memory_gib():
         raise Unfit(
             f"{needs}, with micro-batches of the smallest size, and this machine has no GPU: {processes}. Use GPUs "
             "(`unirl fit` has the figures for each), or scale=toy"

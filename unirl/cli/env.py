@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import unirl
+from unirl.bench.probe import main_memory_gib
 from unirl.cli.arguments import Parser
 from unirl.config.failures import Session
 from unirl.types.secrets import redact
@@ -45,7 +46,7 @@ def collect() -> dict[str, dict[str, str]]:
             "python": platform.python_version(),
             "system": platform.platform(),
             "cpus": str(os.cpu_count()),
-            "memory": f"{memory_gib():.1f} GiB",
+            "memory": f"{main_memory_gib():.1f} GiB",
         },
         "torch": _torch(),
         "packages": {name: installed(name) or "absent" for name in PACKAGES},
@@ -70,11 +71,6 @@ def installed(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def memory_gib() -> float:
-    """Memory of this machine in GiB."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
 def _torch() -> dict[str, str]:

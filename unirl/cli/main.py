@@ -35,6 +35,7 @@ COMMANDS: Mapping[str, str] = {
     "recipes": "list, search and show recipes",
     "eval": "score a checkpoint on held-out prompts",
     "sample": "generate images, videos or texts with a checkpoint",
+    "bench": "measure the training loop on fixed work, and compare two reports",
     "replay": "repeat a recorded step, and say whether its samples and rewards have the same bits",
     "reward": "list scorers, score and check your own samples, serve rewards",
     "data": "check and show prompt files, download public ones",

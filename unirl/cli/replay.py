@@ -17,10 +17,12 @@ from unirl.trainer.assemble import build_trainer
 from unirl.trainer.replaying import compare, repeat, start_point, write_trace
 from unirl.trainer.run_folder import quiet_tracker
 from unirl.trainer.run_state import threads_in
+from unirl.trainer.saved_rollouts import check_saved_rows
 
 EXAMPLES = (
     "unirl replay runs/unirl/first --step 12",
     "unirl replay runs/unirl/first --step 12 --trace",
+    "unirl replay runs/unirl/first --step 12 --train",
     "unirl replay runs/unirl/first --step 12 --sample 'train.jsonl:6@1:0' --out again",
 )
 SHOWN = 8
@@ -39,11 +41,18 @@ def run(argv: list[str], session: Session) -> int:
     parser.option("--sample", metavar="ID", help="compare and show this sample only, by its id in manifest.jsonl")
     parser.option("--out", metavar="DIR", help="all samples of the repeated step; default: RUN/replays/...")
     parser.option("--trace", action="store_true", help="also draw the latents at each stored denoising step, as strips")
+    parser.option(
+        "--train",
+        action="store_true",
+        help="also train the step, on the rows that the run saved (tracking.save_rollouts), and compare its metrics",
+    )
     parser.option("--json", action="store_true", help="the result as JSON, last on stdout")
     own, overrides = split_settings(argv, parser.takes_value)
     options = parser.parse(own)
     root = record_of(options.run).root
     start = start_point(root, options.step, overrides)
+    if options.train:
+        check_saved_rows(root, options.step)
     out = Path(options.out or root / "replays" / f"step-{options.step:06d}-{time.strftime('%Y%m%d-%H%M%S')}")
     with (
         shown_start(Session(), "repeating"),
@@ -54,7 +63,7 @@ def run(argv: list[str], session: Session) -> int:
             recorded=threads_in(start.saved.checkpoint),
         ) as trainer,
     ):
-        resp = repeat(trainer, start, options.step)
+        resp = repeat(trainer, start, options.step, root if options.train else None)
         result = compare(root, out, options.step, options.sample)
         traced = write_trace(trainer, resp, out / "trace", options.sample) if options.trace else None
     facts = {

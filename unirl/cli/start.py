@@ -11,7 +11,7 @@ from unirl.types.progress import Heartbeat, reporting_to
 
 SLOW = ("train", "quickstart")
 """The commands that import the libraries of models and then load a model."""
-IMPORTS = ("sample", "eval", "export", "fit")
+IMPORTS = ("sample", "eval", "export", "fit", "bench")
 """The commands whose modules take seconds to import. They show by themselves what they do then."""
 PERIOD_S = 1.0
 ERASE = "\r\x1b[2K"

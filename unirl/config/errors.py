@@ -190,6 +190,10 @@ class ReplayError(DivergenceError, code=9006):
     """A step that was repeated has other samples or metrics than those that the run recorded."""
 
 
+class BenchmarkError(DivergenceError, code=9007):
+    """A run of a benchmark failed, or two reports cannot be compared."""
+
+
 class WorkerError(UniRLError, code=10001, exit_status=10):
     """A worker was lost."""
 

@@ -53,6 +53,9 @@ class TrackingConfig:
     keep_samples: NonNegative = 0
     """Sample folders, and evaluation folders beside the first one, that remain: the newest ones; 0 = all. Tables keep
     every step."""
+    save_rollouts: NonNegative = 0
+    """Every this many steps, keep all rows of the step (latents, tokens, log-probs, conditions, advantages) as
+    rollouts/step-*.safetensors in the run directory; 0 = never. `unirl replay --train` trains on them."""
     prometheus: PrometheusConfig | None = None
     """Absent = no server of metrics."""
     opentelemetry: OpenTelemetryConfig | None = None

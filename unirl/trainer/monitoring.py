@@ -17,6 +17,7 @@ from unirl.tracking.samples import REWRITE, SampleRow, SampleTable, StepRewards
 from unirl.tracking.timing import PhaseTimers
 from unirl.train.parity import GAP_METRIC, ParityGate, parity_table
 from unirl.trainer.refill import SelectedSamples
+from unirl.trainer.saved_rollouts import ReadRows, save_rollout
 from unirl.types.primitives import Decoded, Facts, Preview
 from unirl.types.results import Metrics
 from unirl.types.rollout_req import RolloutReq
@@ -104,6 +105,12 @@ class Monitor:
             media = media_of(preview(track.decoded.select(chosen)))
             rows = sample_rows(req.select(chosen), track.select(chosen), self.track)
             self.tracker.samples(done, SampleTable(rows, media, step))
+
+    def keep_rows(self, done: int, resp: RolloutResp, read: ReadRows) -> None:
+        """Write all rows of the step into the run directory, every `tracking.save_rollouts` steps."""
+        every = self.config.tracking.save_rollouts
+        if every and done % every == 0:
+            save_rollout(self.tracker.run.root, done, resp, read)
 
     def judge_parity(self, gate: ParityGate, measured: Metrics) -> None:
         """Judge the importance ratio of every recorded log-prob, before the first update of this process.

@@ -20,6 +20,7 @@ from unirl.tracking.samples import Gallery
 from unirl.train.backend.checkpoint import CheckpointStore
 from unirl.trainer.loop import Trainer
 from unirl.trainer.run_folder import SavedRun, saved_run
+from unirl.trainer.saved_rollouts import with_saved_rows
 from unirl.types.rollout_resp import RolloutResp
 
 EVERY_SAMPLE = 2**20
@@ -90,16 +91,19 @@ def start_point(root: Path, step: int, overrides: Sequence[str] = ()) -> StartPo
         )
     earlier = [each for each in checkpoints if each.step < step]
     chosen = earlier[-1] if earlier else checkpoints[0]
-    tracking = {"sample_steps": step, "max_samples": EVERY_SAMPLE, "keep_samples": 0}
+    tracking = {"sample_steps": step, "max_samples": EVERY_SAMPLE, "keep_samples": 0, "save_rollouts": 0}
     saved = saved_run(str(chosen.path), overrides, {"tracking": tracking}, from_start=not earlier)
     return StartPoint(saved, bool(earlier))
 
 
-def repeat(trainer: Trainer, start: StartPoint, step: int) -> RolloutResp:
-    """Repeat the steps after `start` up to the samples and rewards of `step`, which is not learned from.
+def repeat(trainer: Trainer, start: StartPoint, step: int, saved: Path | None = None) -> RolloutResp:
+    """Repeat the steps after `start` up to the samples and rewards of `step`, which is not learned from by default.
 
     The tracker of the trainer gets the metrics of all of them and every sample of the last one. Returns the samples of
     the last one, whose heavy rows can be read until the trainer ends.
+
+    Args:
+        saved: the directory of the run. The last step is then learned from, too, on the rows that the run saved.
     """
     state, tracker = trainer.state, trainer.tracker
     if start.from_checkpoint:
@@ -116,6 +120,8 @@ def repeat(trainer: Trainer, start: StartPoint, step: int) -> RolloutResp:
                 resp = trainer.produce(state.step)
                 if state.step + 1 < step:
                     trainer.learn(state.step, resp)
+                elif saved is not None:
+                    trainer.learn(state.step, with_saved_rows(saved, step, resp))
             state.step += 1
             tracker.log_step(state.step)
     finally:

@@ -11,11 +11,11 @@ The declaration decides what happens to a field; the shape of its value does not
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import cache, partial, singledispatch
 from itertools import pairwise
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -319,6 +319,44 @@ def tensors_of(value: object) -> list[Tensor]:
 
     map_value(value, note)
     return tensors
+
+
+def named_tensors(value: object, name: str) -> dict[str, Tensor]:
+    """The tensors of per-row and packed fields and their bounds, at any depth, as `name.field.entry`.
+
+    Remote rows and values of shared fields are left out.
+    """
+    match value:
+        case Tensor():
+            return {name: value}
+        case Batch():
+            kinds = value.kinds()
+            parts = {key: part for key, part in vars(value).items() if kinds.get(key, Kind.SHARED) is not Kind.SHARED}
+        case dict():
+            parts = value
+        case _:
+            return {}
+    return {
+        path: tensor for key, part in parts.items() for path, tensor in named_tensors(part, f"{name}.{key}").items()
+    }
+
+
+def with_named_tensors(value: T, tensors: Mapping[str, Tensor], name: str) -> T:
+    """The value with the tensors of `named_tensors` in place of its own tensors and remote rows.
+
+    A field that has no tensor of its name keeps its value.
+    """
+    changed: Any = tensors.get(name, value)
+    match value:
+        case Batch():
+            kinds = value.kinds()
+            parts = {key: part for key, part in vars(value).items() if kinds.get(key, Kind.SHARED) is not Kind.SHARED}
+            changed = value.replace(
+                **{key: with_named_tensors(part, tensors, f"{name}.{key}") for key, part in parts.items()}
+            )
+        case dict():
+            changed = {key: with_named_tensors(part, tensors, f"{name}.{key}") for key, part in value.items()}
+    return cast("T", changed)
 
 
 def compact(value: T) -> T:

@@ -216,7 +216,8 @@ class DiffusersBundle(CheckpointBundle, DiffusionBundle):
         """
         Args:
             components: load only these and the trained ones. None loads all.
-            path: a hub id, a directory in the diffusers layout, `toy` (tiny, random), or the name of a shipped model.
+            path: a hub id, a directory in the diffusers layout, `toy` (tiny, random), `random:<hub id>` (the sizes of a
+                published model, random), or the name of a shipped model.
             revision: branch, tag or commit of a hub id.
             dtype: the compute dtype of transformer and encoders.
             vae_dtype: the compute dtype of the VAE. The word "auto" takes bf16 where `dtype` is bf16 and the family's

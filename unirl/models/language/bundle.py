@@ -113,7 +113,7 @@ class LanguageBundle(Bundle):
     families: ClassVar[Mapping[str, LanguageFamily]]
     """The supported architectures by `model_type`."""
     toys: ClassVar[Mapping[str, Config]]
-    """Configurations of tiny models with random weights, by their `path`."""
+    """Configurations of models with random weights, by their `path`."""
     published: ClassVar[Mapping[str, Config]]
     """Configurations of public checkpoints by hub id, for plans without a connection. A run reads the files."""
     seed: int = 20251
@@ -137,8 +137,9 @@ class LanguageBundle(Bundle):
         """
         Args:
             components: the components to load. None loads all.
-            path: a hub id, a directory that transformers wrote, `toy` (tiny, random weights) or `quickstart` (a small
-                trained model that is part of this package).
+            path: a hub id, a directory that transformers wrote, `toy` (tiny, random weights), `random:<hub id>` of a
+                Qwen3 model (its sizes, random weights) or `quickstart` (a small trained model that is part of this
+                package).
             revision: branch, tag or commit of a hub id.
             dtype: the dtype in which the network computes.
             meta_init: leave the network without storage. The train backend then reads only the rows of its shards.

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -51,6 +51,9 @@ TOY = "toy"
 VAE = "vae"
 SCHEDULER = "scheduler"
 EXTENDS = "extends"
+RANDOM = "random:"
+"""Begins the path of a model with the sizes of a published one and random weights."""
+ConfigT = TypeVar("ConfigT")
 JOINT_ATTENTION = (
     *(f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
     *(f"attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
@@ -117,7 +120,13 @@ def family_files(module: str, base: str | None = None) -> FamilyFiles:
     def read(name: str) -> dict[str, ModelConfigs]:
         return read_configs(Path(module).parent / name, None if base is None else Path(base).parent / name)
 
-    return {"toys": read("toy.json"), "published": read("published.json")}
+    published = read("published.json")
+    return {"toys": with_random(read("toy.json"), published), "published": published}
+
+
+def with_random(toys: Mapping[str, ConfigT], published: Mapping[str, ConfigT]) -> dict[str, ConfigT]:
+    """The toys, and every published model as `random:<hub id>`: its sizes with fixed random weights and no files."""
+    return {**toys, **{f"{RANDOM}{name}": configs for name, configs in published.items()}}
 
 
 def _merged(base: Config, changes: Config) -> Config:
@@ -149,7 +158,8 @@ class DiffusersFamily:
     facts: Callable[[ModelConfigs, int], LatentFacts]
     """Derives the facts of a model from its configurations and the batch multiple."""
     toys: Mapping[str, ModelConfigs]
-    """Tiny models of the same classes with fixed random weights, by the path that selects them; one is `toy`."""
+    """Models of the same classes with fixed random weights, by the path that selects them: tiny ones, of which one is
+    `toy`, and those of `with_random`."""
     toy_tokenizers: Callable[[], Mapping[str, PreTrainedTokenizerBase]]
     """Builds the tokenizers of the toys, by component name, without files."""
     published: Mapping[str, ModelConfigs] = field(default_factory=dict)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from unirl.models.language.bundle import LanguageBundle, LanguageFamily
 from unirl.models.language.pipeline import TextPipeline
-from unirl.models.loading.checkpoint import read_entries
+from unirl.models.loading.checkpoint import read_entries, with_random
 from unirl.models.loading.toy_tokenizers import qwen3_tokenizer
 
 FOLDER = Path(__file__).parent
@@ -20,8 +20,8 @@ class Qwen3Bundle(LanguageBundle):
     """The dense Qwen3 models."""
 
     families: ClassVar = {QWEN3.name: QWEN3}
-    toys = read_entries(FOLDER / "toy.json")
     published = read_entries(FOLDER / "published.json")
+    toys = with_random(read_entries(FOLDER / "toy.json"), published)
     shipped: ClassVar = {name: FOLDER / name for name in ("quickstart", "quickstart_teacher", "quickstart_rewriter")}
     toy_tokenizer = staticmethod(qwen3_tokenizer)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 from unirl.config.errors import InvalidValueError, SyncError
 from unirl.distributed.group.dispatch import broadcast, collect, rank0, scatter
@@ -15,7 +16,7 @@ from unirl.distributed.weight_sync.base import Arrival, CanaryResult, ParamMappi
 from unirl.distributed.weight_sync.buckets import Bucket
 from unirl.distributed.weight_sync.routes import ReceiveBuckets, WeightRoute
 from unirl.models.base import CanaryOutput, Pipeline
-from unirl.types.batch import Batch, concat_rows, take_rows
+from unirl.types.batch import Batch, concat_rows, named_tensors, take_rows
 from unirl.types.facts import ROWS_AT_ONCE, ModelFacts
 from unirl.types.primitives import Decoded, Preview, VideoPreviews
 from unirl.types.protocols import Capabilities
@@ -53,6 +54,11 @@ class RolloutEngine(ABC):
     def trace(self, track: RolloutTrack) -> VideoPreviews:
         """The latents of each row at the stored positions of its trajectory, as the frames of a small video."""
         return track.segment.trace().preview()
+
+    @rank0
+    def rows(self, track: RolloutTrack, name: str) -> dict[str, Tensor]:
+        """All tensors of a track by name, on the CPU of the driver. See `named_tensors`."""
+        return named_tensors(track, name)
 
 
 RowsPerForward = int | Literal["auto"]

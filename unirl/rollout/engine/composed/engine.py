@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Annotated, ClassVar
 
 from msgspec import Meta
+from torch import Tensor
 
 from unirl.config.errors import InvalidValueError, RewriteError
 from unirl.rollout.engine.base import RolloutEngine
@@ -71,6 +72,10 @@ class ComposedRolloutEngine(RolloutEngine):
     def trace(self, track: RolloutTrack) -> VideoPreviews:
         """The trajectories of the diffusion model."""
         return self.engines["diffusion"].trace(track)
+
+    def rows(self, track: RolloutTrack, name: str) -> dict[str, Tensor]:
+        # Any engine can read the rows of all workers.
+        return next(iter(self.engines.values())).rows(track, name)
 
     def generate(self, req: RolloutReq) -> RolloutResp:
         """Sample the rewrites, then the images of each. Tracks `ar` (one row per row of `req`) and `diffusion`.

@@ -265,9 +265,7 @@ class GaussianBundle(PolicyBundle):
             depth: layers before the output.
             activation: after each layer.
             normalize: subtract the running mean of observations that are vectors, and divide by their running std.
-            initial: weights of the layers: orthogonal, with biases of zero, or uniform, as layers of torch start. PPO
-                usually starts orthogonal. SAC on HalfCheetah-v5 begins to run after 25,000 steps with uniform weights,
-                and after 80,000 with orthogonal ones.
+            initial: weights of the layers: orthogonal, with biases of zero, or uniform, as layers of torch start.
         """
         positive(actions=actions, width=width, depth=depth)
         shapes, space, start = shapes_of(observations), ContinuousActions(actions), key_seed(seed, POLICY)

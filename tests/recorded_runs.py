@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -80,6 +81,18 @@ def record(
     close_tables(tracker)
     run._owner.release()
     return root
+
+
+def act(root: Path, step: int = 6) -> list[dict]:
+    """Makes three of the four training samples of a run of texts episodes of two tasks, and returns all four."""
+    manifest = root / "samples" / f"step-{step:06d}" / "manifest.jsonl"
+    rows = [json.loads(line) for line in manifest.read_text().splitlines()]
+    for i in range(3):
+        rows[i]["facts"] = {"episodes": 1, "steps": 10 * (i + 1), "success": i == 1}
+    rows[2] |= {"prompt": "", "group_id": "start1@0"}
+    rows[3]["facts"] = {"episodes": 1, "steps": "nan", "success": True}
+    manifest.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return rows
 
 
 def close_tables(tracker: Tracker) -> None:

@@ -266,6 +266,7 @@ def sample_rows(req: RolloutReq, track: RolloutTrack, name: str) -> tuple[Sample
             weight_version=int(track.weight_version[i]),
             facts=facts[i],
             track=name,
+            parent_id=None if track.parent_ids is None else track.parent_ids[i],
         )
         for i in range(len(track))
     )

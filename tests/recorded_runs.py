@@ -68,7 +68,14 @@ def record(
         tracker.ledger(step, generated=8, scored=7, dropped=1, reasons={"not finite": 1})
         tracker.log_step(step)
     rows = tuple(
-        SampleRow(sample_id=f"t:{i}", group_id="t", prompt=prompts[0], reward=i / 4, rewards={"shape": i / 8})
+        SampleRow(
+            sample_id=f"t:{i}",
+            group_id="t",
+            prompt=prompts[0],
+            reward=i / 4,
+            rewards={"shape": i / 8},
+            series={"logp": (-1.0, -0.5 * i), "sigma": (0.9, 0.6)} if medium == "image" else {},
+        )
         for i in range(4)
     )
     tracker.samples(steps, SampleTable(rows, media_of(made(4, 0.5))))

@@ -146,6 +146,13 @@ def test_a_sample_shows_its_text_reward_and_lineage_without_acting_on_them(page,
     page.wait_for_selector("h1:has-text('Sample e:4@0:1')")
 
 
+def test_a_sample_shows_the_log_prob_and_the_sigma_of_each_step(page, root):
+    opened(page, root, "image", "/sample?kind=samples&step=8&row=2")
+    page.wait_for_selector("[data-chart='sigma'] canvas")
+    label = page.locator("[data-chart='logp'] [role=img]").get_attribute("aria-label")
+    assert label == "logp over stochastic step. Last: logp -1"
+
+
 def test_before_and_after_slide_over_each_other_and_space_flips_them(page, root):
     opened(page, root, "image", "/pairs")
     over = page.locator(".over").first

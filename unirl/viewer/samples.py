@@ -128,6 +128,7 @@ def sample(library: RunLibrary, id: str, request: PlaceRequest) -> dict[str, obj
             "siblings": [tile(record, each) for each in siblings],
             "history": [tile(record, each) for each in _in_other_evaluations(run.index, record, found)],
             "lineage": _lineage(found, stored),
+            "series": found.facts.series,
             "folder": stored.folder,
             "file": found.facts.file,
             "problems": record.problems,

@@ -97,7 +97,7 @@ TASKS = {
         network={"net_arch": {"pi": [64, 64], "vf": [64, 64]}, "log_std_init": -0.5},
     ),
     "halfcheetah_sac": Task(
-        "HalfCheetah-v5", "embodied/halfcheetah_sac", 1000, 100, 20, "SAC",
+        "HalfCheetah-v5", "embodied/halfcheetah_sac", 1000, 50, 10, "SAC",
         {"learning_rate": 3e-4, "learning_starts": 999, **EPISODES},
         network={"net_arch": [256, 256]},
     ),

@@ -4,11 +4,13 @@
     python scripts/kill_runs.py 'unified_model/*' scale=toy runtime=ray num_devices=2 --kills 1 --steps 3
     python scripts/kill_runs.py 'vlm/*sglang*' 'llm/quickstart rollout=openai' scale=toy --kills 1 --steps 3
 
-The moments are drawn with --seed and the run: a step for each kill, and a delay of up to two steps after it. So a kill
-hits a step, a checkpoint, an evaluation, or the start of the resumed run. A run without a checkpoint begins again.
-Metrics without clocks, the ledger, evaluations, pages and samples, and the weights, optimizers and trainer state of the
-last checkpoint must be equal, bit for bit. Each row names the engines of its run and the programs of their servers.
---out is written after each run. Exit status 1: something differs. A toy recipe takes some minutes.
+The moments are drawn with --seed and the run: a step for each kill, and a delay of up to two steps after it. So a
+kill hits a step, a checkpoint, an evaluation, or the start of the resumed run. A run without a checkpoint begins
+again. Metrics without clocks, the ledger, evaluations, pages and samples, and the weights, optimizers and trainer
+state of the last checkpoint must be equal, bit for bit. A run with `asynchronous.order=free` cannot be repeated; its
+steps must train the samples that they train without kills, each of them once. Each row names the engines of its run
+and the programs of their servers. --out is written after each run. Exit status 1: something differs. A toy recipe
+takes some minutes.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from unirl.config.recipe_files import list_recipes  # noqa: E402
 
 SETTINGS = ("evaluation.eval_steps=5", "tracking.sample_steps=4", "save_interval=2", "keep_checkpoints=2")
 """Settings of the runs. Those of the command line come after them."""
+ALL_SAMPLES = ("tracking.sample_steps=1", "tracking.max_samples=100000")
 
 
 def main() -> int:
@@ -58,7 +61,7 @@ def main() -> int:
         recipes = [name for name in known if fnmatch(name, pattern)]
         if not recipes:
             parser.error(f"no recipe is called {pattern}. `unirl recipes` lists them")
-        runs += [Run(name, options.steps, (*SETTINGS, *own, *shared)) for name in recipes]
+        runs += [run_of(name, options.steps, (*own, *shared)) for name in recipes]
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     rows: list[dict[str, object]] = []
     report = {
@@ -73,6 +76,13 @@ def main() -> int:
         if options.out:
             options.out.write_text(json.dumps(report, indent=1) + "\n")
     return 0 if all(row["equal"] and row["hits"] == options.kills for row in rows) else 1
+
+
+def run_of(name: str, steps: int, words: tuple[str, ...]) -> Run:
+    """The run of a recipe. One that cannot be repeated writes the names of all of its samples."""
+    if load(name, words).config.asynchronous.is_free:
+        return Run(name, steps, (*SETTINGS, *ALL_SAMPLES, *words), is_repeatable=False)
+    return Run(name, steps, (*SETTINGS, *words))
 
 
 def engines_of(run: Run) -> list[str]:

@@ -80,6 +80,8 @@ POLICIES: Mapping[str, tuple[str, str]] = {
     "pixels": ("networks of images, continuous actions", "embodied/pixel_reach_ppo"),
     "openvla": ("OpenVLA-OFT, chunks of action tokens", "embodied/maniskill_pickcube_ppo_openvla_oft"),
     "pi0": ("pi0, denoised chunks of actions", "embodied/libero_pi0_ppo"),
+    "pi05": ("pi0.5, denoised chunks of actions", "embodied/libero_pi05_ppo"),
+    "smolvla": ("SmolVLA, denoised chunks of actions", "embodied/libero_smolvla_ppo"),
 }
 """The label of each kind of policy that acts, and its recipe."""
 UNGUIDED = {"guidance_scale": 1.0, "guidance_scale_2": None, "init_same_noise": False}
@@ -207,7 +209,8 @@ def action_keys(row: str, algorithm: str) -> tuple[str, dict[str, Any]]:
     keys = {key: source[key] for key in OF_ACTIONS if key in source}
     keys["stack"] = {"_target_": "unirl.train.stack.TrainStack"} | source["stack"]
     keys["sampling"] = {"samples_per_prompt": group}
-    own = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text())["bundle"]
+    whole, variant = lineage(recipe)
+    own = merged(yaml.safe_load((RECIPES / f"{whole}.yaml").read_text()), variant)["bundle"]
     if source["bundle"].get("squashed") and own["_target_"] == source["bundle"]["_target_"]:
         keys["bundle"] = {"squashed": True}
     return recipe, keys

@@ -50,6 +50,7 @@ RAY = """\
 #!/usr/bin/env bash
 if [[ -n "${RAY_FAILS:-}" ]]; then echo 'the port is taken'; exit 1; fi
 echo "$$" >"$RAY_PID_FILE"
+echo "${UNIRL_NODE_RANK:-none}" >"$RAY_PID_FILE.rank"
 exec sleep 60
 """
 
@@ -193,6 +194,13 @@ def test_the_head_trains_on_the_devices_of_all_nodes_and_ends_its_ray(venv):
     assert address == f"address 127.0.0.1:{variables['RAY_PORT']}"
     assert words.endswith("<num_devices=8><devices_per_node=4><runtime=ray><batch_size=16>")
     assert not is_running(int((venv / "ray.pid").read_text()))
+
+
+def test_nodes_that_differ_say_their_devices_in_the_recipe_and_get_their_rank(venv):
+    done = launch(MULTI, "embodied/quickstart_groups", **cluster(venv, GPUS_PER_NODE="", NODE_GROUPS="1"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[1].endswith("<--config-name=embodied/quickstart_groups><runtime=ray>")
+    assert (venv / "ray.pid.rank").read_text() == "0\n"
 
 
 def test_a_dry_run_of_a_role_says_what_it_would_do_and_starts_nothing(venv):

@@ -14,6 +14,8 @@ FILES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path 
 UNPICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 READERS = {"read", "readline", "readlines", "readall", "read_bytes", "body", "form", "json", "aread", "recv"}
 """Calls that read to the end when they are not told how much. `read_text` is for files that the user wrote."""
+UNPICKLES = {"unirl/distributed/group/torchrun.py": "calls and results of the ranks of one run, which prove a secret"}
+"""The file that may unpickle, once, and what that is. Ray does the same between its workers."""
 ENDS_BY_ITSELF = {
     "unirl/data/readers.py": "a prompt file that the user named",
     "unirl/distributed/group/reaper.py": "a pipe on which nothing is sent; its end is the signal",
@@ -86,7 +88,9 @@ def test_both_packages_the_scripts_and_the_benchmarks_are_read():
 
 
 def test_no_file_runs_code_from_data():
-    assert [f"{name} {offence}" for name, source in FILES.items() for offence in offences(source)] == []
+    found = {name: offences(source) for name, source in FILES.items()}
+    assert {name: each for name, each in found.items() if each and name not in UNPICKLES} == {}
+    assert [len(found[name]) for name in UNPICKLES] == [1]
 
 
 @pytest.mark.parametrize(

@@ -244,6 +244,10 @@ def test_a_mistake_in_their_words_is_refused_with_its_place(theirs, code, says):
             ],
             "placement={train: 0, rollout: 1-3} num_devices=4",
         ),
+        (
+            ["distributed.resources.rollout.num_gpus=1", "distributed.resources.rollout.num_workers=1"],
+            "placement={train: 0, rollout: 1} num_devices=2",
+        ),
         (["+cluster.component_placement.actor=0-7"], "placement={train: 0-7} num_devices=8"),
         (["/base/distributed=ray_rollout"], "+placement=ray_rollout"),
         (

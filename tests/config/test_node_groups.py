@@ -2,11 +2,15 @@
 
 import pytest
 
+from unirl.cli.plan import hardware_text
 from unirl.config.errors import UniRLError
 from unirl.config.load import load
 from unirl.config.node_groups import NodeGroup, devices_of_groups, node_of_device, numbered
+from unirl.plan.auto_placement import MeasuredStep, best_placements
+from unirl.plan.devices import device_named
 from unirl.plan.layout import check_layout, transport_of
 from unirl.plan.placement import plan_of
+from unirl.plan.simulate import PhaseSeconds
 
 SEPARATE = "diffusion/sd3_replica_lora_separate"
 GROUPS = "node_groups={gpus: {nodes: 0-1, devices_per_node: 2}, hosts: {nodes: 2, devices_per_node: 4, hardware: cpu}}"
@@ -94,6 +98,18 @@ def test_cpu_nodes_get_the_weights_of_gpus_through_ray():
     for words, transport in (((), "broadcast"), (("node_groups.gpus.hardware=H100",), "ray")):
         config = load(SEPARATE, ["num_devices=8", GROUPS, PLACED, *words]).config
         assert transport_of(config, plan(*words)) == transport
+
+
+def test_devices_that_differ_are_not_searched_and_not_counted_alike():
+    h100, _ = device_named("h100")
+    assert hardware_text(plan(), h100) == ["memory and time count every device as h100, also those of hosts (cpu)"]
+    assert hardware_text(plan("node_groups.hosts.hardware=H100"), h100) == []
+    recipe = load(SEPARATE, ["num_devices=8", GROUPS, PLACED])
+    measured = MeasuredStep(
+        seconds=PhaseSeconds(generate=4.0, score=1.0, train=2.0), num_rows=256, num_train=4, num_rollout=2, num_reward=2
+    )
+    with pytest.raises(UniRLError, match="Search with node_groups=null"):
+        best_placements(recipe, [], measured, 8, h100)
 
 
 def test_a_label_without_groups_is_refused():

@@ -123,7 +123,7 @@ def test_an_engine_that_gets_its_weights_by_cuda_ipc_has_processes_of_its_own_on
         ({"train": "0-3"}, 2010, "leaves devices 4-7 of num_devices=8 without a role"),
         ({"train": "0-3"}, 2010, "or set num_devices=4"),
         ({"rollout": "4-7"}, 2010, "placement={train: 0-3, rollout: 4-7}"),
-        ({"train": "gpu:0"}, 2004, "names no devices"),
+        ({"train": "gpu:0"}, 2003, "there is no group of nodes gpu. node_groups: none: write node_groups, or devices"),
         ({"train": -1}, 2004, "names no devices"),
         ({"train": ()}, 2004, "names no device"),
         ({"train": "in rollout", "rollout": "0-7"}, 2004, "names no devices"),

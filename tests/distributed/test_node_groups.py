@@ -1,5 +1,6 @@
 """Nodes of a cluster: ranks are unique, and a group gets nodes that are alive and have what it names."""
 
+import importlib
 import re
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 from unirl.config.errors import ResourceError, UniRLError, UnsupportedEnvironmentError
 from unirl.config.node_groups import NodeGroup
-from unirl.distributed.group import node_places
+from unirl.distributed.group import node_places, node_ranks
 from unirl.distributed.group.node_places import bundles_of
 from unirl.distributed.group.node_ranks import ClusterNode, own_versions, ranks_of
 
@@ -38,6 +39,28 @@ def test_a_missing_a_duplicate_and_an_unreadable_rank_are_refused(texts, says):
     with pytest.raises(ResourceError, match=re.escape(says)) as caught:
         ranks_of(texts)
     assert "export UNIRL_NODE_RANK=0, 1, ..." in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("texts", "variables", "says"),
+    [
+        (("0", "1"), {"UNIRL_NODE_RANK": "0"}, None),
+        (("0", "0"), {"UNIRL_NODE_RANK": "0"}, "UNIRL_NODE_RANK=0 is set on 2 nodes: 10.0.0.1, 10.0.0.2"),
+        (("0", None), {"RLINF_NODE_RANK": "0"}, "not set on 1 of 2 nodes: 10.0.0.2"),
+        ((None, None), {}, None),
+    ],
+)
+def test_the_launcher_waits_for_nodes_whose_ranks_are_unique(monkeypatch, texts, variables, says):
+    for name in node_ranks.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    rank_problem = importlib.import_module("wait_for_nodes").rank_problem
+    monkeypatch.setattr(node_ranks, "live_nodes", lambda: NODES[:2])
+    monkeypatch.setattr(node_ranks, "ask_nodes", lambda _: {"a": (texts[0], {}), "b": (texts[1], {})})
+    problem = rank_problem()
+    assert problem is None if says is None else says in problem
 
 
 @pytest.fixture

@@ -20,7 +20,8 @@ from unirl.config.errors import DependencyError, InvalidValueError, NotFoundErro
 from unirl.models.loading.lora import inject_lora
 from unirl.models.pi0 import family as pi0
 from unirl.models.pi0.family import Pi0Bundle
-from unirl.models.pi0.network import EPS, Pi0Policy
+from unirl.models.pi0.network import Pi0Policy
+from unirl.models.policies.scales import EPS
 from unirl.models.policies.stage import InstructedStage
 from unirl.types.environments import INSTRUCTION, Observations
 from unirl.types.facts import LoraSpec
@@ -326,7 +327,9 @@ def test_executed_actions_have_the_scale_of_the_data(repository: Path) -> None:
 def test_the_folder_of_another_model_is_refused(repository: Path, tmp_path: Path) -> None:
     folder = damaged(repository, tmp_path / "other")
     (folder / "config.json").write_text(json.dumps({"type": "pi0", "n_obs_steps": 1}))
-    with pytest.raises(NotFoundError, match=r"model_type=None, but Pi0Bundle reads 'pi0'.*save_pretrained"):
+    with pytest.raises(
+        NotFoundError, match=r"model_type=None, type='pi0', but Pi0Bundle reads model_type='pi0'.*save_pretrained"
+    ):
         bundle(str(folder))
 
 
@@ -381,7 +384,7 @@ def test_sizes_and_facts_are_known_without_the_weights(repository: Path) -> None
         estimate = Pi0Bundle.estimate(path)
         assert estimate.parameters == {"policy": sum(p.numel() for p in real.trainable().parameters())}
         assert (estimate.num_blocks, estimate.width) == (2 + 2 + 2, 32)
-        settings = {"actions": 7, "train": "expert", "path": path, "revision": None, **SETTINGS}
+        settings = {"actions": 7, "train": "expert", "path": path, "revision": None, "version": "pi0", **SETTINGS}
         known = Pi0Bundle.facts_from(settings)
         assert known.observations == real.facts.observations and known.lora_targets == real.facts.lora_targets
         assert known.tokens_per_decision == real.facts.tokens_per_decision == 2 * 4 + 32 + 1 + 6

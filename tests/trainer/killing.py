@@ -31,13 +31,15 @@ class Run:
     recipe: str
     num_steps: int
     overrides: tuple[str, ...]
+    is_repeatable: bool = True
+    """A second run is equal bit for bit. False: it trains the same prompts in the same steps."""
 
     def finish(self, folder: Path) -> Outcome:
         """Begin the run, or continue it, and see it to its end."""
         child = begin(self.recipe, folder, *self._settings())
         child.join(600)
         assert child.exitcode == 0, said(folder)
-        return outcome(folder, self.num_steps)
+        return outcome(folder, self.num_steps) if self.is_repeatable else prompts_of(folder, self.num_steps)
 
     def kill_once(self, folder: Path, when: Callable[[], bool]) -> bool:
         """Start the run and SIGKILL it as soon as `when()` holds; False when it finished first."""
@@ -156,6 +158,23 @@ def outcome(folder: Path, num_steps: int) -> Outcome:
         },
         "problems of the final checkpoint": verify(final.with_name("checkpoint-final")),
         "trainer": {k: v for k, v in json.loads((final / "trainer.json").read_text()).items() if k != "recipe"},
+    }
+
+
+def prompts_of(folder: Path, num_steps: int) -> Outcome:
+    """What must be equal between runs whose order of events is a matter of timing."""
+    steps = [folder / f"samples/step-{step:06d}/manifest.jsonl" for step in range(1, num_steps + 1)]
+    ids = [[json.loads(line)["sample_id"] for line in path.read_text().splitlines()] for path in steps]
+    ledger = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    final = folder / "checkpoints" / "checkpoint-final"
+    return {
+        "weights": [],
+        "samples of each step": ids,
+        "steps of the ledger": [line["step"] for line in ledger],
+        "generated, and neither trained nor replaced": [
+            line["generated"] - line["scored"] - line["reasons"].get("too_old", 0) for line in ledger
+        ],
+        "problems of the final checkpoint": verify(final),
     }
 
 

@@ -134,7 +134,9 @@ def test_the_first_step_has_the_samples_of_a_run_in_turns(tmp_path) -> None:
     assert first[0]["train/loss"] == first[1]["train/loss"]
 
 
-@pytest.mark.parametrize("rule", ["redraw", "drop", "correct"])
+@pytest.mark.parametrize(
+    "rule", ["redraw", *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("drop", "correct"))]
+)
 def test_samples_that_are_too_old_are_treated_as_the_recipe_says(rule, tmp_path, monkeypatch) -> None:
     settings = ("asynchronous.steps_ahead=4", f"asynchronous.too_old={rule}", "algorithm.old_logp_source=rollout")
     with in_lockstep(monkeypatch, parts=40):  # all steps that may be begun come from the first weights
@@ -184,6 +186,7 @@ def test_a_stopped_run_trains_every_prompt_once(tmp_path) -> None:
     assert broken == turns
 
 
+@pytest.mark.slow
 def test_evaluations_have_the_engine_for_themselves(tmp_path, monkeypatch) -> None:
     """Samples of training never come from the weights of an evaluation, and none is made during one."""
     busy, sample, evaluate = [], ReplicaRolloutEngine.sample, Trainer.evaluate
@@ -208,6 +211,7 @@ def test_evaluations_have_the_engine_for_themselves(tmp_path, monkeypatch) -> No
     assert {purpose for purpose, during in busy if not during} == {"r"}
 
 
+@pytest.mark.slow
 def test_an_engine_that_loses_its_weights_gets_them_again(tmp_path, monkeypatch) -> None:
     sample, losses = ReplicaRolloutEngine.sample, iter([False, False, True, False, False, True])
 
@@ -275,3 +279,78 @@ def test_a_free_run_learns_on_ray(tmp_path) -> None:
     rows = metrics_of(tmp_path)
     assert len(rows) == 4
     assert rows[-1]["sync/version"] > 0
+
+
+TEXT = "llm/quickstart_async"
+TOOLS = "{_target_: unirl.models.language.tools.Calculator}"
+LONG = (
+    "scale=toy",
+    "sampling.max_new_tokens=24",
+    "sampling.min_new_tokens=24",
+    "batch_size=4",
+    "asynchronous={order: free, max_staleness: 2, slice_tokens: 8}",
+    "evaluation.eval_steps=0",
+    "backend.optimizer_cfg.learning_rate=1e-2",
+)
+
+
+def run_text(folder: Path, *overrides: str):
+    loaded = load(TEXT, [*LONG, f"run.dir={folder}", *overrides])
+    preflight(loaded)
+    segments = []
+    with build_trainer(loaded) as trainer:
+        produce = trainer.produce
+
+        def noted(step):
+            resp = produce(step)
+            segments.append(resp.tracks["text"].segment)
+            return resp
+
+        trainer.produce = noted
+        trainer.train()
+    return segments
+
+
+def test_a_response_can_come_from_the_weights_of_several_steps(tmp_path, monkeypatch) -> None:
+    """In each step the engine samples two of the three slices of the next step before the weights change."""
+    with in_lockstep(monkeypatch, parts=2):
+        segments = run_text(tmp_path, "num_rollouts=4")
+    rows, mixed = metrics_of(tmp_path), []
+    for segment in segments:
+        assert segment.lengths.tolist() == [24] * len(segment)
+        versions = segment.versions.reshape(len(segment), 24)
+        assert all((row[:8] == row[0]).all() and (row[8:16] == row[8]).all() for row in versions)
+        assert (versions.diff(dim=1) >= 0).all()
+        mixed.append(float((versions[:, 0] != versions[:, -1]).double().mean()))
+    assert mixed[0] == 0.0 and max(mixed) > 0.0
+    assert [row["rollout/mixed_versions"] for row in rows] == pytest.approx(mixed)
+    # The age of a response is that of its oldest token.
+    oldest = [segment.versions.reshape(-1, 24)[:, 0] for segment in segments]
+    assert all(row["rollout/staleness_max"] <= 2 * row["sync/version"] + 2 for row in rows)
+    assert oldest[0].tolist() == [0] * len(oldest[0])
+
+
+@pytest.mark.slow
+def test_slices_without_new_weights_are_whole_responses(tmp_path) -> None:
+    frozen = ("num_rollouts=3", "backend.optimizer_cfg.learning_rate=1e-14")
+    sliced = run_text(tmp_path / "sliced", *frozen)
+    whole = run_text(tmp_path / "whole", *frozen, "asynchronous.slice_tokens=null")
+    for ours, theirs in zip(sliced, whole, strict=True):
+        assert (ours.tokens == theirs.tokens).all()
+        assert (ours.logp == theirs.logp).all()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "says"),
+    [
+        (SEPARATE, [*COMMON, *FREE, "asynchronous.slice_tokens=4"], "cannot go on with a response that paused"),
+        (
+            TEXT,
+            ["asynchronous={order: free, max_staleness: 1, slice_tokens: 4}", f"pipeline.tools={TOOLS}"],
+            "answer of a tool",
+        ),
+    ],
+)
+def test_what_cannot_pause_is_refused(recipe, overrides, says) -> None:
+    with pytest.raises((IncompatibleError, InvalidValueError), match=says):
+        preflight(load(recipe, ["scale=toy", *(word for word in overrides if word != "scale=toy")]))

@@ -16,7 +16,6 @@ from unirl.algorithms.shared.transition_loss import BatchLoss, TransitionLoss
 from unirl.config.errors import IncompatibleError, InvalidValueError
 from unirl.models.policies.stage import ActionStage
 from unirl.sde.noise import key_seed
-from unirl.types.environments import ContinuousActions
 from unirl.types.facts import ActionFacts, ModelFacts
 from unirl.types.protocols import Needs
 from unirl.types.results import Metric, Metrics
@@ -91,7 +90,8 @@ class SAC(TransitionLoss):
         if not facts.is_squashed:
             raise IncompatibleError(
                 f"algorithm: SAC trains squashed Gaussian policies, and the bundle has a {facts.family}. "
-                "Use unirl.models.policies.bundle.GaussianBundle with squashed: true"
+                "Use unirl.models.policies.bundle.GaussianBundle with squashed: true, or SteeredBundle (DSRL) for a "
+                "flow policy"
             )
         check_vectors(facts.observations)
 
@@ -99,7 +99,7 @@ class SAC(TransitionLoss):
         self.check_facts(stage.facts)
         return Critics(
             stage.facts.observations,
-            decision_size(stage),
+            stage.policy.decision_size,
             members=self.members,
             width=width,
             depth=stage.depth,
@@ -159,7 +159,7 @@ class SAC(TransitionLoss):
         entropy = -now["logp"].detach().mean()
         loss = critic_loss + actor_loss
         if self.learn_alpha:
-            goal_entropy = -float(decision_size(stage)) if self.target_entropy is None else self.target_entropy
+            goal_entropy = -float(stage.policy.decision_size) if self.target_entropy is None else self.target_entropy
             loss = loss + critics.log_alpha * (entropy - goal_entropy)
         parts = {"critic": critic_loss, "actor": actor_loss, "alpha": alpha, "entropy": entropy, "q": values.mean()}
         detached = {name: value.detach() for name, value in parts.items()}
@@ -194,9 +194,3 @@ def critics_of(stage: ActionStage) -> Critics:
     """The critics that the stack gave to the stage."""
     assert isinstance(stage.value_head, Critics), "the stack builds the critics before the first update"
     return stage.value_head
-
-
-def decision_size(stage: ActionStage) -> int:
-    """Numbers in a decision: dimensions of an action times actions of a chunk."""
-    assert isinstance(stage.facts.actions, ContinuousActions)
-    return stage.facts.actions.size * stage.facts.chunk

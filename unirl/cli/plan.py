@@ -243,6 +243,7 @@ def _policy_text(recipe: Recipe, sizes: RecipeSizes, device: str | None) -> str:
             geometry_table(recipe.config),
             f"placement  {plan.placement.describe()}\n           {_transfer_text(plan.transfer)}",
             *_nodes_text(plan.placement),
+            *(f"           {line}" for line in hardware_text(plan.placement, chosen)),
             f"rollout    {_rows_text(plan)}",
             _micro_text(plan, chosen),
             *([f"decode     in tiles, chosen for {chosen.name} (pipeline.vae_tiling)"] if tiled else []),
@@ -267,6 +268,18 @@ def _nodes_text(placement: PlacementPlan) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in cells]
     return ["nodes      " + "\n           ".join(lines)]
+
+
+def hardware_text(placement: PlacementPlan, device: Device) -> list[str]:
+    """A sentence about groups whose devices are others than the one that the figures are for."""
+    others = [
+        f"{label} ({group.hardware})"
+        for label, group in placement.node_groups.items()
+        if group.hardware not in (None, "gpu") and str(group.hardware).lower() != device.name
+    ]
+    if not others:
+        return []
+    return [f"memory and time count every device as {device.name}, also those of {', '.join(others)}"]
 
 
 def _rows_text(plan: RunSizes) -> str:

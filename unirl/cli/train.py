@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from unirl.cli.arguments import RecipeArguments, parse_recipe, recipe_parser
 from unirl.cli.signals import stoppable_start
-from unirl.config.errors import ArgumentError, UsageError
+from unirl.config.errors import ArgumentError, LostWorkerError, Preempted, StoppedAtStart, UsageError
 from unirl.config.failures import Session
 from unirl.config.recipe_files import DOMAIN_OF
-from unirl.distributed.group.torchrun import TorchrunRank, release_ranks, torchrun_rank
+from unirl.distributed.group.torchrun import LOST, TorchrunRank, release_ranks, torchrun_rank
 from unirl.tracking.streams import say
 
 if TYPE_CHECKING:
@@ -51,31 +51,49 @@ def parsed(train: Entrypoint, domain: str | None = None) -> Callable[[list[str],
         parser.option("--resolve", action="store_true", help="with --cfg: fill in what ${...} stands for")
         parser.option("--dry-run", action="store_true", help="plan only, as `unirl plan`")
         arguments = parse_recipe(parser, argv)
-        _check_domain(arguments.recipe, domain)
-        if arguments.options.cfg:
-            composed = printed(arguments)
-            print(composed.text(resolve_all=arguments.options.resolve), end="")
-            return 0
-        if arguments.options.dry_run:
-            from unirl.cli.plan import show_plan
-
-            return show_plan(arguments.recipe, arguments.overrides)
         own = torchrun_rank()
-        if own is not None:
-            return _train_under_torchrun(own, train, arguments, session)
-        with stoppable_start(session):
-            train(arguments, session)
-        return 0
+        if own is None:
+            return _run(train, domain, arguments, session)
+        if own.rank:
+            from unirl.distributed.group.torchrun_worker import serve_rank
+
+            return serve_rank(own)
+        try:
+            return _run(train, domain, on_ranks(own, arguments), session)
+        except (StoppedAtStart, Preempted) as stopped:
+            if LOST:  # after which torchrun stops the other ranks
+                raise LostWorkerError(
+                    f"{LOST[0]} died, and torchrun stopped this run: {stopped}. torchrun reports the exit status of "
+                    "the rank"
+                ) from stopped
+            raise
+        finally:
+            release_ranks(own)
 
     return command
 
 
-def _train_under_torchrun(own: TorchrunRank, train: Entrypoint, arguments: RecipeArguments, session: Session) -> int:
-    """Rank 0 trains with the workers of all ranks. The others host theirs."""
-    if own.rank:
-        from unirl.distributed.group.torchrun_worker import serve_rank
+def _run(train: Entrypoint, domain: str | None, arguments: RecipeArguments, session: Session) -> int:
+    _check_domain(arguments.recipe, domain)
+    if arguments.options.cfg:
+        composed = printed(arguments)
+        print(composed.text(resolve_all=arguments.options.resolve), end="")
+        return 0
+    if arguments.options.dry_run:
+        from unirl.cli.plan import show_plan
 
-        return serve_rank(own)
+        return show_plan(arguments.recipe, arguments.overrides)
+    with stoppable_start(session):
+        train(arguments, session)
+    return 0
+
+
+def on_ranks(own: TorchrunRank, arguments: RecipeArguments) -> RecipeArguments:
+    """The arguments of a run on the processes that torchrun started.
+
+    Raises:
+        ArgumentError: 2002 for another runtime or number of devices than these.
+    """
     typed = dict(word.lstrip("+").partition("=")[::2] for word in arguments.overrides)
     for key, value in (("runtime", "torchrun"), ("num_devices", str(own.world_size))):
         if typed.get(key, value) != value:
@@ -86,12 +104,7 @@ def _train_under_torchrun(own: TorchrunRank, train: Entrypoint, arguments: Recip
     words = ["runtime=torchrun", f"num_devices={own.world_size}"]
     if own.local_world_size < own.world_size:
         words.append(f"devices_per_node={own.local_world_size}")
-    try:
-        with stoppable_start(session):
-            train(replace(arguments, overrides=(*arguments.overrides, *words)), session)
-    finally:
-        release_ranks(own)
-    return 0
+    return replace(arguments, overrides=(*arguments.overrides, *words))
 
 
 def printed(arguments: RecipeArguments) -> ComposedConfig:

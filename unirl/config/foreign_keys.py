@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from unirl.config.device_sets import everywhere, example
 from unirl.config.errors import ConfigError, GeometryError
@@ -52,7 +52,7 @@ FOREIGN_KEYS: Mapping[str, Sequence[str]] = {
     "run.name=<name>": ("run_name",),
     "its keys one level up: data_source.data_path=<file>": ("args",),
     "backend (optimizer, LoRA) and stack (updates, micro-batches)": ("train",),
-    "pipeline.env={_target_: <class of unirl.envs>, id: <environment>}": ("env", "init_params"),
+    "pipeline.env={_target_: <class of unirl.envs>, id: <environment>}": ("env", "env_type", "init_params"),
     "algorithm._target_=unirl.algorithms.action_ppo.ActionPPO (gae), .ActionGRPO (grpo) or unirl.algorithms.sac.SAC": (
         "adv_type",
         "loss_type",
@@ -90,6 +90,58 @@ FOREIGN_KEYS: Mapping[str, Sequence[str]] = {
 
 WRITE_INSTEAD = {name: instead for instead, names in FOREIGN_KEYS.items() for name in names}
 """A name of another framework, or of older recipes -> the key to write instead."""
+
+ENVIRONMENTS: Mapping[str, str] = {
+    "maniskill": "{_target_: unirl.envs.maniskill.ManiSkillImageEnvironment, id: PickCube-v1}",
+    "libero": "{_target_: unirl.envs.libero.LiberoEnvironment, suite: libero_spatial}",
+    "metaworld": "{_target_: unirl.envs.metaworld.MetaWorldEnvironment, task: reach-v3}",
+    "frankasim": "{_target_: unirl.envs.franka_sim.FrankaSimEnvironment}",
+    "robocasa": "{_target_: unirl.envs.gymnasium.GymnasiumEnvironment, "
+    "id: robocasa.wrappers.gym_wrapper:robocasa/<task>, max_steps: 500}",
+    "d4rl": "{_target_: unirl.envs.gymnasium.GymnasiumEnvironment, id: gymnasium_robotics:AntMaze_UMaze-v5}",
+}
+"""An `env_type` of RLinf -> an environment here."""
+NO_ADAPTER = (
+    "robotwin",
+    "isaaclab",
+    "calvin",
+    "habitat",
+    "behavior",
+    "mujoco_warp",
+    "opensora_wm",
+    "wan_wm",
+    "embodichain",
+    "roboverse",
+    "realworld",
+)
+"""The `env_type` values of RLinf for which no environment is here."""
+
+
+def refuse_environment_types(tree: Mapping[str, object]) -> None:
+    """Refuses `env_type` of RLinf, such as `env.train.env_type: libero`, and names the environment to write instead.
+
+    Raises:
+        ConfigError: 2003.
+    """
+    for path, kind in _environment_types(tree.get("env"), "env"):
+        if kind in ENVIRONMENTS:
+            raise ConfigError(
+                f"{path}={kind}: the pipeline has the environment. Write pipeline.env={ENVIRONMENTS[kind]}"
+            )
+        if kind in NO_ADAPTER:
+            raise ConfigError(
+                f"{path}={kind}: there is no adapter for this simulator. Register a gymnasium.Env around it, and write "
+                "pipeline.env={_target_: unirl.envs.gymnasium.GymnasiumEnvironment, id: <module>:<id>}"
+            )
+
+
+def _environment_types(value: object, path: str) -> Iterator[tuple[str, str]]:
+    """Each `env_type` below a key, with its path."""
+    if isinstance(value, Mapping):
+        for key, below in value.items():
+            if key == "env_type" and isinstance(below, str):
+                yield f"{path}.env_type", below
+            yield from _environment_types(below, f"{path}.{key}")
 
 
 def refuse_layout_keys(tree: Mapping[str, object]) -> None:

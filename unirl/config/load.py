@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from unirl.config.build import SPECIAL, build, check_node, schemas_of
 from unirl.config.compose import VARIABLE, ComposedConfig, compose
 from unirl.config.errors import ConfigError, InvalidValueError, UnknownKeyError, did_you_mean, likeness, nearest
-from unirl.config.foreign_keys import refuse_layout_keys
+from unirl.config.foreign_keys import refuse_environment_types, refuse_layout_keys
 from unirl.config.foreign_placement import refuse_foreign_placement
 from unirl.config.merge import ConfigLayer, Tree, get, join, leaves, put
 from unirl.config.node import Node
@@ -151,6 +151,7 @@ def check(composed: ComposedConfig) -> Recipe:
     plugins = _plugins(composed)
     composed = replace(composed, layers=tuple(_used(layer, tree, plugins) for layer in composed.layers))
     refuse_layout_keys(tree)
+    refuse_environment_types(tree)
     refuse_foreign_placement(tree)
     if get(tree, "scale") == "toy":
         typed = composed.layers[-1].tree

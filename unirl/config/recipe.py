@@ -100,12 +100,18 @@ class AsynchronousConfig:
     """What becomes of such samples. redraw: their prompts are sampled again. drop: they are not trained. correct: they
     are trained, with the importance ratio or weights of the loss."""
 
+    slice_tokens: Annotated[int, Meta(ge=1)] | None = None
+    """Tokens after which responses pause, so that the rest can come from newer weights; with order=free. null = a
+    response comes from the weights that began it."""
+
     def __post_init__(self) -> None:
         if self.is_free and not self.max_staleness:
             raise ValueError("order=free lets the engine run ahead, so max_staleness must be >= 1, got 0")
         if not self.is_free and (self.steps_ahead is not None or self.too_old != "redraw"):
             key = "steps_ahead" if self.steps_ahead is not None else "too_old"
             raise ValueError(f"{key} belongs to order=free: with order=fixed no sample is older than max_staleness")
+        if not self.is_free and self.slice_tokens is not None:
+            raise ValueError("slice_tokens belongs to order=free: with order=fixed no weights arrive during a step")
 
     @property
     def is_free(self) -> bool:

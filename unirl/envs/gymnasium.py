@@ -43,7 +43,9 @@ Render = Literal["auto"] | bool
 class GymnasiumEnvironment:
     """Slots with environments of `gymnasium.make(id)`, in this process or in worker processes.
 
-    Observations that are a Box or Discrete space have the key `state`; those of a Dict space have their own keys.
+    Observations that are a Box or Discrete space have the key `state`; those of a Dict space have their own keys, and
+    parts of nested Dict spaces the keys on the way to them, joined by dots: `desired_goal.microwave`. A Dict action of
+    Boxes becomes one vector, its parts in the order of the space.
     Numbers become float32, a Discrete observation becomes one-hot, and uint8 images stay uint8, as [C, H, W].
     Continuous actions in [-1, 1] are scaled to the bounds of the action space. `reset` seeds the environment with the
     seed of the start, and passes on its options, and as `task` the words of its task, if it has one. `info["success"]`

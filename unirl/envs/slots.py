@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from unirl.envs.cameras import with_cameras
+from unirl.envs.flat import with_flat_spaces
 from unirl.envs.spaces import STATE, Array, Arrays, Codec, Reader, codec_of, empty_rows, readers_of, write_numbers
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 
     def make(self) -> gymnasium.Env[Any, Any]:
         """A new environment."""
-        made = self._made()
+        made = with_flat_spaces(self._made())
         return with_cameras(made, self.cameras) if self.cameras else made
 
     def _made(self) -> gymnasium.Env[Any, Any]:

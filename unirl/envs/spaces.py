@@ -171,8 +171,8 @@ def codec_of(space: gymnasium.Space[Any], what: str) -> Codec:
         return DiscreteCodec(int(space.n), int(space.start))
     if not isinstance(space, spaces.Box) or not np.issubdtype(space.dtype, np.floating):
         raise IncompatibleError(
-            f"the action of {what} is {space}. A policy acts in Box (of floats) or Discrete: wrap the environment in "
-            "gymnasium.wrappers.TransformAction, with an action space of these"
+            f"the action of {what} is {space}. A policy acts in Box (of floats), a Dict of these, or Discrete: "
+            "wrap the environment in gymnasium.wrappers.TransformAction, with an action space of these"
         )
     low, high = space.low.reshape(-1), space.high.reshape(-1)
     if np.abs([low, high]).max(initial=0.0) > LARGEST_BOUND:

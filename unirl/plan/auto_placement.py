@@ -114,10 +114,16 @@ def best_placements(
         device: its memory decides what fits.
 
     Raises:
-        ConfigError: 2020 for a recipe of several policies, and when no placement of these devices is legal.
+        ConfigError: 2020 for a recipe of several policies or with groups of nodes, and when no placement of these
+            devices is legal.
     """
     if len(recipe.policies) > 1:
         raise IncompatibleError(f"{recipe.file.name} has several policies, and --auto places one. Place them by hand")
+    if recipe.config.node_groups:
+        raise IncompatibleError(
+            f"{recipe.file.name} has node_groups, and --auto divides equal devices between the roles. Search with "
+            "node_groups=null and devices of one kind, or place the roles on the groups by hand"
+        )
     ordered = sorted(candidates(recipe.config, measured, num_devices), key=lambda each: each.prediction.step_seconds)
     found: list[PlacementCandidate] = []
     refusals: list[str] = []

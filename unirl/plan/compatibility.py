@@ -249,11 +249,25 @@ def _free_order_problems(config: RecipeConfig, needs: Needs) -> Iterator[str]:
             "asynchronous.order=free and refill: dynamic sampling draws until a step has enough groups, so the step "
             "has no parts that could wait. Leave refill out, or set asynchronous.order=fixed"
         )
+    if settings.slice_tokens is not None:
+        yield from _pausing_problems(config, settings.slice_tokens)
     if settings.too_old == "correct" and not needs.behaviour_logp:
         yield (
             "asynchronous.too_old=correct trains old samples by the log-probs under the weights that sampled them, and "
             f"{loss} does not read these. Set algorithm.old_logp_source=rollout, or asynchronous.too_old=redraw"
         )
+
+
+def _pausing_problems(config: RecipeConfig, slice_tokens: int) -> Iterator[str]:
+    key = f"asynchronous.slice_tokens={slice_tokens}"
+    for node in (config.rollout, config.pipeline):
+        if not capabilities_of(node).pauses:
+            yield (
+                f"{key}: {node.class_name} cannot go on with a response that paused. Leave it out, or use "
+                "unirl.rollout.engine.replica.engine.ReplicaRolloutEngine with a language model"
+            )
+    if config.pipeline.values.get("tools") is not None:
+        yield f"{key}: a response may pause within the answer of a tool. Leave out slice_tokens or pipeline.tools"
 
 
 def _modality_problems(config: RecipeConfig, needs: Needs, plan: PlacementPlan) -> Iterator[str]:

@@ -28,6 +28,8 @@ METRICS: Mapping[str, str] = {
     "`asynchronous`",
     "rollout/staleness_max": "largest number of updates between the weights that sampled and those that learn; only "
     "with `asynchronous`",
+    "rollout/mixed_versions": "share of responses whose tokens come from the weights of several steps; with "
+    "asynchronous.slice_tokens",
     "rollout/too_old": "samples older than asynchronous.max_staleness when their turn came, with order=free",
     "rollout/response_len_mean": "mean number of tokens in a response",
     "rollout/response_len_min": "number of tokens in the shortest response",

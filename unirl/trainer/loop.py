@@ -104,7 +104,11 @@ class Trainer:
             prompts=prompts,
             requests=requests,
             scoring=OverlappedScoring(
-                rollout=rollout, reward=reward, parts=config.reward_parts, scores_at_once=self.max_staleness > 0
+                rollout=rollout,
+                reward=reward,
+                parts=config.reward_parts,
+                scores_at_once=self.max_staleness > 0,
+                slice_tokens=config.asynchronous.slice_tokens,
             ),
             phase=phases,
             learners=learners,
@@ -189,8 +193,8 @@ class Trainer:
         for learner in self.learners:
             self.monitor.record(learner.label, sync_metrics(generated.published[learner.track]))
             if self.max_staleness:
-                versions = samples.everything()[1].tracks[learner.track].weight_version
-                self.monitor.record(learner.label, staleness_metrics(learner.version - versions))
+                track = samples.everything()[1].tracks[learner.track]
+                self.monitor.record(learner.label, staleness_metrics(learner.version - track.weight_version))
         if self.max_staleness:
             self.tracker.record({"queue/steps_ahead": self.generation.ahead})
         self.tracker.record(samples.waits)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -12,6 +11,7 @@ from unirl.distributed.group.handle import PendingCall, submit
 from unirl.reward.service import RewardService, concat_scored
 from unirl.rollout.engine.base import RolloutEngine
 from unirl.trainer.requests import check_versions
+from unirl.trainer.slices import Turn, sampled_in_slices
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp
 
@@ -61,10 +61,10 @@ class OverlappedScoring:
     parts: int
     scores_at_once: bool
     """Score the last part, too, as soon as it is generated. Else it is scored when the scores are asked for."""
+    slice_tokens: int | None = None
+    """Tokens after which responses pause. None: they do not."""
 
-    def generate(
-        self, req: RolloutReq, turn: Callable[[RolloutReq], AbstractContextManager[RolloutReq]]
-    ) -> ScoringUnderWay:
+    def generate(self, req: RolloutReq, turn: Turn) -> ScoringUnderWay:
         """Generate all samples. Each part but the last is sent to the reward as soon as it is generated.
 
         Args:
@@ -76,15 +76,22 @@ class OverlappedScoring:
         for part in in_parts(req, self.parts):
             if last is not None:
                 pending.append(submit(self.reward.score_and_attach, *last))
-            with turn(part) as sourced:
-                last = (sourced, self.rollout.generate(sourced))
-            check_versions(*last)
+            last = self._sampled(part, turn)
             generated_at.append(time.perf_counter())
         if self.scores_at_once:
             assert last is not None, "a request has at least one part"
             pending.append(submit(self.reward.score_and_attach, *last))
             last = None
         return ScoringUnderWay(reward=self.reward, generated_at=generated_at, pending=pending, last=last)
+
+    def _sampled(self, part: RolloutReq, turn: Turn) -> tuple[RolloutReq, RolloutResp]:
+        """The samples of a part, and the part with the weights that they come from."""
+        if self.slice_tokens is not None:
+            return sampled_in_slices(part, turn, self.rollout, self.slice_tokens)
+        with turn(part) as sourced:
+            resp = self.rollout.generate(sourced)
+        check_versions(sourced, resp)
+        return sourced, resp
 
 
 def seconds_of(resp: RolloutResp) -> float:

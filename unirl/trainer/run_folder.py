@@ -189,11 +189,18 @@ def _labelled(label: str, lines: Sequence[str]) -> list[tuple[str, str]]:
     return [("" if i else label, line) for i, line in enumerate(lines)]
 
 
+SET_BY_TORCHRUN = ("runtime", "num_devices", "devices_per_node")
+
+
 def continuation(recipe: Recipe, root: Path) -> str:
     """The command that continues the run in `root` with the same settings."""
     overrides = recipe.shown_overrides()
     settings = [setting for setting in overrides if not setting.lstrip("+").startswith(("run.", "resume="))]
-    return shlex.join(["unirl", "train", recipe.file.argument, *settings, f"run.dir={root}"])
+    command = ["unirl"]
+    if recipe.config.runtime_in_use == "torchrun":  # which says the devices
+        settings = [setting for setting in settings if setting.lstrip("+").partition("=")[0] not in SET_BY_TORCHRUN]
+        command = ["torchrun", f"--nproc_per_node={recipe.config.devices_on_node}", "-m", "unirl.cli"]
+    return shlex.join([*command, "train", recipe.file.argument, *settings, f"run.dir={root}"])
 
 
 # Runs that exist

@@ -76,6 +76,31 @@ def on_one_canvas(frames: Sequence[Tensor]) -> list[Tensor]:
     return padded
 
 
+STARTED = "started"
+"""Name of the primitive with the beginnings of responses."""
+
+
+@dataclass(kw_only=True, eq=False)
+class StartedResponses(Batch):
+    """The tokens of responses that were begun earlier and go on, maybe under other weights. A row may have none."""
+
+    tokens: Tensor = packed()  # [sum L] int64
+    logp: Tensor = packed()  # [sum L] under the weights that sampled each token, nats
+    versions: Tensor = packed()  # [sum L] int64, optimizer updates behind these weights
+    offsets: Tensor = packed_offsets()  # [B + 1]
+    pause_after: int = shared()
+    """Tokens that a response gets in one go. It then pauses if it has not ended."""
+
+    @staticmethod
+    def empty(rows: int, pause_after: int) -> StartedResponses:
+        """Responses without any token."""
+        none = torch.zeros(0, dtype=torch.int64)
+        offsets = torch.zeros(rows + 1, dtype=torch.int64)
+        return StartedResponses(
+            tokens=none, logp=torch.zeros(0), versions=none, offsets=offsets, pause_after=pause_after
+        )
+
+
 @dataclass(kw_only=True, eq=False)
 class Texts(Batch):
     """One text per row."""

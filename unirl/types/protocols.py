@@ -204,6 +204,8 @@ class Capabilities:
     """The engine's weights live in a server. Its process has a network without storage, which only names parameters."""
     adapters: bool = False
     """Weight sync can send adapters to the engine. Else they are merged into the weights that are sent."""
+    pauses: bool = False
+    """The engine, or a pipeline within it, can go on with responses that were begun earlier."""
     tools: bool = False
     """The engine can run tools within a response."""
     differentiable: bool = False

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from unirl.types.batch import Batch, row, shared
-from unirl.types.primitives import MediaRef, MediaRefs, Metadata, PromptImages, Texts
+from unirl.types.primitives import STARTED, MediaRef, MediaRefs, Metadata, PromptImages, StartedResponses, Texts
 from unirl.types.sampling import Sampling, SamplingT, sampling_as
 
 Purpose = Literal["r", "eval"]
@@ -83,6 +83,17 @@ class RolloutReq(Batch):
         """The request with other weights for its only track."""
         [name] = self.tracks
         return self.replace(tracks={name: replace(self._only_spec(), weights=weights, weight_version=version)})
+
+    @property
+    def started(self) -> StartedResponses | None:
+        """The responses that go on. None if all of them begin and none pauses."""
+        found = self.primitives.get(STARTED)
+        assert found is None or isinstance(found, StartedResponses)
+        return found
+
+    def going_on(self, started: StartedResponses) -> RolloutReq:
+        """The request for these responses to go on."""
+        return self.replace(primitives={**self.primitives, STARTED: started})
 
     def sampled_from(self, sources: Mapping[str, WeightsInUse]) -> RolloutReq:
         """The request with the weights of `sources` for each track."""

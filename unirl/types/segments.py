@@ -192,20 +192,29 @@ class TextSegment(PackedSegment):
     elements: ClassVar[str] = "tokens"
 
     tokens: Tensor = packed()  # [sum L] int64
+    versions: Tensor | None = packed(
+        optional=True
+    )  # [sum L] int64 updates behind the weights of each token; None = one
     temperature: float = shared()
     top_p: float = shared()
     top_k: int = shared()
 
     def statistics(self) -> dict[str, float]:
-        """Lengths of the responses in tokens, and the fraction that was truncated."""
+        """Lengths of the responses in tokens, and the fractions that were truncated or come from several weights."""
         lengths = self.lengths.double()
-        return {
+        return self._mixture() | {
             "rollout/response_len_mean": float(lengths.mean()),
             "rollout/response_len_max": float(lengths.max()),
             "rollout/response_len_min": float(lengths.min()),
             "rollout/truncated_fraction": float((~self.finished).double().mean()),
             "samples/tokens": float(self.loss_mask.sum()),
         }
+
+    def _mixture(self) -> dict[str, float]:
+        if self.versions is None:
+            return {}
+        rows = torch.split(self.versions, self.lengths.tolist())
+        return {"rollout/mixed_versions": sum(bool((row != row[0]).any()) for row in rows) / len(self)}
 
     def facts(self) -> list[Facts]:
         """[B] number of tokens of each response, and whether it ended by itself."""

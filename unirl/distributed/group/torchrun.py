@@ -8,6 +8,7 @@ Every rank hosts a worker. Rank 0 runs the loop as well, in its main thread.
 from __future__ import annotations
 
 import os
+import pickle
 import secrets
 import socket
 import threading
@@ -31,6 +32,9 @@ WAIT_FOR_DRIVER_S = 24 * 3600.0
 STORE_S = 60.0
 NO_POOL = "no pool"
 WAY = "Start it as: torchrun --nproc_per_node=N -m unirl.train_diffusion --config-name=RECIPE runtime=torchrun"
+
+LOST: list[str] = []
+"""What the driver knows of each rank that ended before it, as text."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +151,7 @@ class DriverDoor:
         while len(self.connections) < number:
             try:
                 connection = self.listener.accept()
-                rank, purpose, about = connection.recv()
+                rank, purpose, about = unpacked(connection.recv_bytes())
             except (OSError, EOFError, ValueError, AuthenticationError):  # a stranger, or the listener was closed
                 if self.listener._listener is None:  # type: ignore[attr-defined]
                     return
@@ -187,3 +191,15 @@ def find_driver(own: TorchrunRank) -> DriverAddress | None:
 def release_ranks(own: TorchrunRank) -> None:
     """Let the other ranks end if rank 0 ends without having opened a pool."""
     own.store().compare_set("driver", "", NO_POOL)
+
+
+def packed(value: object) -> bytes:
+    """A value as bytes. Functions of a test or of a notebook travel by value, as with Ray."""
+    from ray import cloudpickle
+
+    return bytes(cloudpickle.dumps(value, protocol=5))
+
+
+def unpacked(message: bytes) -> Any:
+    """The value of bytes that `packed` made in another rank of this run. They can run code, so ranks prove a secret."""
+    return pickle.loads(message)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
 import threading
 import time
@@ -20,8 +19,8 @@ from unirl.config.errors import IncompatibleError, InvalidValueError
 from unirl.distributed.group.failures import ThreadStacks, WorkerFailure, first_cause, stall
 from unirl.distributed.group.process_pool import ProcessPool, WorkerGroup, WorkerLocation
 from unirl.distributed.group.rendezvous import CONNECT_S
-from unirl.distributed.group.torchrun import WAY, DriverDoor, TorchrunRank, torchrun_rank
-from unirl.distributed.group.torchrun_worker import END, packed, serve, unpacked, worker_name
+from unirl.distributed.group.torchrun import LOST, WAY, DriverDoor, TorchrunRank, packed, torchrun_rank, unpacked
+from unirl.distributed.group.torchrun_worker import END, serve, worker_name
 from unirl.distributed.group.worker import ProcessInfo
 
 ANSWER_S = 5.0
@@ -47,6 +46,7 @@ class RankLink:
         self.sending = threading.Lock()
         self.asking = threading.Lock()
         self.is_gone = False
+        self.is_ending = False
         threading.Thread(target=self._receive, name=f"results of {self.location}", daemon=True).start()
 
     def __str__(self) -> str:
@@ -68,7 +68,7 @@ class RankLink:
     def question(self, method: str, *args: object) -> object:
         """The answer to a question, such as `silent_s`, also during a call. None if there is none in ANSWER_S."""
         with self.asking, suppress(OSError, EOFError):
-            self.questions.send_bytes(pickle.dumps((method, args)))
+            self.questions.send_bytes(packed((method, args)))
             if self.questions.poll(ANSWER_S):
                 answer = unpacked(self.questions.recv_bytes())
                 return None if isinstance(answer, WorkerFailure) else answer
@@ -85,6 +85,8 @@ class RankLink:
             result.set_result(unpacked(message))
         with self.sending:
             self.is_gone = True
+            if not self.is_ending:
+                LOST.append(f"rank {self.location.index}, {self}")
         while self.pending:
             what, result = self.pending.popleft()
             result.set_result(self._death(what))
@@ -95,6 +97,7 @@ class RankLink:
 
     def end(self) -> None:
         """Let the worker end after the calls that it has."""
+        self.is_ending = True
         for connection in (self.calls, self.questions):
             with suppress(OSError):
                 connection.send_bytes(END)
@@ -120,7 +123,7 @@ class TorchrunPool(ProcessPool):
         for rank in range(own.world_size):
             calls, about = self.door.wait_for(rank, "calls", deadline)
             root = str(Path(unirl.__file__).resolve().parents[1])
-            calls.send(([root, *filter(None, sys.path)], self.deadline_s))
+            calls.send_bytes(packed(([root, *filter(None, sys.path)], self.deadline_s)))
             greeted.append((calls, about))
         return [
             RankLink(rank, calls, self.door.wait_for(rank, "questions", deadline)[0], about)

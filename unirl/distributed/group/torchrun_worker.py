@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import socket
 import sys
@@ -13,7 +12,7 @@ from operator import methodcaller
 
 from unirl.config.errors import WorkerError, report
 from unirl.distributed.group.failures import WorkerFailure
-from unirl.distributed.group.torchrun import DriverAddress, TorchrunRank, find_driver
+from unirl.distributed.group.torchrun import DriverAddress, TorchrunRank, find_driver, packed, unpacked
 from unirl.distributed.group.worker import RemoteWorker
 from unirl.types.device import accelerator
 
@@ -37,25 +36,25 @@ def serve(own: TorchrunRank, driver: DriverAddress, ends_process: bool) -> bool:
     Args:
         ends_process: True where the worker is the whole process, which ends at once with the driver's.
     """
-    host = socket.gethostbyname(socket.gethostname()) if own.address not in ("127.0.0.1", "localhost") else "127.0.0.1"
-    about = (host, os.getpid())
     try:
         calls = driver.connect()
-        calls.send((own.rank, "calls", about))
-        paths, deadline_s = calls.recv()
+        about = (own_address(calls), os.getpid())
+        calls.send_bytes(packed((own.rank, "calls", about)))
+        paths, deadline_s = unpacked(calls.recv_bytes())
     except (EOFError, OSError):  # the driver has failed, and says why
         return False
     sys.path.extend(path for path in paths if path not in sys.path)
-    worker = TorchrunWorker(own, host, deadline_s)
+    worker = TorchrunWorker(own, about[0], deadline_s)
     questions = driver.connect()
-    questions.send((own.rank, "questions", about))
+    questions.send_bytes(packed((own.rank, "questions", about)))
     arguments = (worker, questions, ends_process)
     threading.Thread(target=_answer_questions, args=arguments, name="questions", daemon=True).start()
-    while (message := _received(calls)) is not None:
-        if message == END:
-            return True
-        what, method, args = pickle.loads(message)
-        calls.send_bytes(_packed(what, worker, worker.attempt(what, method, *args)))
+    with calls:
+        while (message := _received(calls)) is not None:
+            if message == END:
+                return True
+            what, method, args = unpacked(message)
+            calls.send_bytes(_packed(what, worker, worker.attempt(what, method, *args)))
     return False
 
 
@@ -67,6 +66,12 @@ class TorchrunWorker(RemoteWorker):
         super().__init__(name, f"device {own.rank}", host, True, deadline_s, device=device)
 
 
+def own_address(connection: Connection) -> str:
+    """The address of this machine that the other end of a connection sees, and that other machines reach as well."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        return str(end.getsockname()[0])
+
+
 def worker_name(rank: int) -> str:
     """The name of the worker of a rank, under which its rows are known."""
     return f"torchrun-{rank}"
@@ -74,7 +79,7 @@ def worker_name(rank: int) -> str:
 
 def _answer_questions(worker: RemoteWorker, questions: Connection, ends_process: bool) -> None:
     while (message := _received(questions)) is not None and message != END:
-        method, args = pickle.loads(message)
+        method, args = unpacked(message)
         questions.send_bytes(_packed(method, worker, methodcaller(method, *args)(worker)))
     if message is None and ends_process:
         error = WorkerError(f"{worker.about()} ends, because the driver, which is rank 0, has ended")
@@ -96,15 +101,3 @@ def _packed(what: str, worker: RemoteWorker, result: object) -> bytes:
         return packed(result)
     except Exception as error:  # whatever the result's own code raises while it is packed
         return packed(WorkerFailure.of(error, what, str(worker.about())))
-
-
-def packed(value: object) -> bytes:
-    """A value as bytes. Functions of a test or of a notebook travel by value, as with Ray."""
-    from ray import cloudpickle
-
-    return bytes(cloudpickle.dumps(value, protocol=5))
-
-
-def unpacked(messages: bytes) -> object:
-    """The value of bytes that `packed` made."""
-    return pickle.loads(messages)

@@ -316,16 +316,17 @@ def text_config(config: Config) -> Config:
     return config.get("text_config", config)
 
 
-def load_network(kind: type[PreTrainedModel], root: Path, dtype: torch.dtype) -> PreTrainedModel:
+def load_network(kind: type[PreTrainedModel], root: Path, dtype: torch.dtype, **layout: Any) -> PreTrainedModel:
     """Load the network in `root` as the transformers class `kind`. Raises DataError if a weight is missing.
 
-    Further weights are ignored: files often hold a head that is tied to the embeddings.
+    `layout` has arguments of `from_pretrained` for a folder with another configuration or names. Further weights are
+    ignored: files often hold a head that is tied to the embeddings.
     """
     place = f"the model in {root}"
     check_files(place, root, LANGUAGE_WEIGHTS)
     options = {"local_files_only": True, "use_safetensors": True, "ignore_mismatched_sizes": True}
     try:
-        network, info = kind.from_pretrained(root, dtype=dtype, output_loading_info=True, **options)
+        network, info = kind.from_pretrained(root, dtype=dtype, output_loading_info=True, **layout, **options)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         # The libraries raise these four types for missing, truncated and unknown weight files.
         reason = str(error).strip().splitlines()[0]

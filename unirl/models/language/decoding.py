@@ -70,10 +70,18 @@ class Response:
     """True after an end token or a stop string."""
     truncated: bool = False
     """True if it reached `max_new_tokens` without finishing."""
+    pause_at: int | None = None
+    """Number of tokens at which it pauses. None: it does not."""
+    num_before: int = 0
+    """Number of its tokens that were sampled earlier. The prompt that is read ends with them."""
 
     @property
     def is_done(self) -> bool:
-        return self.finished or self.truncated
+        return self.finished or self.truncated or len(self.tokens) == self.pause_at
+
+    def limit(self, params: ARSamplingParams) -> int:
+        """The number of tokens at which sampling stops in any case."""
+        return params.max_new_tokens if self.pause_at is None else min(self.pause_at, params.max_new_tokens)
 
 
 class ResponseBuilder:
@@ -286,7 +294,7 @@ class Decoding:
     def _first_counters(self, response: Response | None) -> tuple[int, int, int, int]:
         """The counters of a slot in which the prompt of a response has been read."""
         assert response is not None
-        return response.row, 0, self.next_position[response.row], self.prompt_lengths[response.row]
+        return response.row, response.num_before, self.next_position[response.row], self.prompt_lengths[response.row]
 
     def _read(self, tokens: Tensor) -> None:
         """Read one token [S] of every slot. Idle slots read a token too, whose output is never used."""
@@ -300,8 +308,11 @@ class Decoding:
 
     def _lengths(self) -> list[int]:
         """The number of tokens of each slot, those included that are to be read next."""
-        limit = self.params.max_new_tokens
-        return [1 if r is None else self.prompt_lengths[r.row] + min(r.num_sampled, limit) for r in self.slots]
+        return [1 if r is None else self._length(r) for r in self.slots]
+
+    def _length(self, response: Response) -> int:
+        sampled = min(response.num_sampled, response.limit(self.params))
+        return self.prompt_lengths[response.row] - response.num_before + sampled
 
     def _to_device(self, values: object) -> Tensor:
         """Integers, on the device."""
@@ -315,7 +326,7 @@ class Decoding:
         A response that has all its tokens gives up its slot, although the host has not read them.
         """
         slots = list(self.slots)
-        most = max(self.params.max_new_tokens - r.num_sampled for r in slots if r is not None)
+        most = max(r.limit(self.params) - r.num_sampled for r in slots if r is not None)
         sampled: list[tuple[Tensor, Tensor]] = []
         for _ in range(min(self.ahead.tokens, most)):
             if sampled and not self.captures:
@@ -323,7 +334,7 @@ class Decoding:
             sampled.append(self._run_captured() if self.captures else self._sample_next())
         self.unread.append(Unread.of(slots, sampled))
         for slot, response in enumerate(slots):
-            if response is not None and response.num_sampled >= self.params.max_new_tokens:
+            if response is not None and response.num_sampled >= response.limit(self.params):
                 self.slots[slot] = None
         return sampled[-1][0]
 

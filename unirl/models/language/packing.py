@@ -14,6 +14,7 @@ from unirl.models.language.attention import AttentionFn, PackedAttention
 from unirl.models.language.policy import OutputFn, TokenInputs
 from unirl.types.batch import bounds_of
 from unirl.types.conditions import Conditions, PromptImageInputs, PromptTokens, Span
+from unirl.types.primitives import StartedResponses
 from unirl.types.segments import TextSegment
 
 if TYPE_CHECKING:
@@ -128,6 +129,31 @@ def pack_responses(conditions: Conditions, segment: TextSegment) -> tuple[Packed
         lengths.append(len(prompt) + len(response[:-1]))
     packed = PackedTokens(torch.cat(tokens), torch.cat(positions), lengths, images_of(conditions), prompts.spans)
     return packed, torch.cat(previous)
+
+
+def with_beginnings(conditions: Conditions, started: StartedResponses) -> Conditions:
+    """Conditions whose prompts end with the tokens that responses have so far."""
+    prompts = prompts_of(conditions)
+    lengths, own = prompts.lengths.tolist(), started.offsets.diff()
+    tokens, positions = [], []
+    rows = zip(
+        prompts.tokens.split(lengths),
+        prompts.positions.split(lengths),
+        prompts.next_position,
+        started.tokens.to(prompts.tokens.device).split(own.tolist()),
+        strict=True,
+    )
+    for prompt, places, next_position, beginning in rows:
+        tokens += [prompt, beginning]
+        offsets = torch.arange(len(beginning), device=prompt.device)
+        positions += [places, expand_positions(next_position.to(prompt.device) + offsets, places)]
+    longer = prompts.replace(
+        tokens=torch.cat(tokens),
+        positions=torch.cat(positions),
+        next_position=prompts.next_position + own.to(prompts.next_position.device),
+        offsets=prompts.offsets + started.offsets,
+    )
+    return {**conditions, "prompt": longer}
 
 
 def prompt_tokens(

@@ -70,7 +70,11 @@ class TokenPipeline(ABC, Generic[BundleT]):
         _, params = req.only_track(ARSamplingParams)
         conditions = self.encode(req, params)
         noise = NoiseSource(params.seed, req.purpose, req.step)
-        segment = self.stage.sample(conditions, params, noise, req.sample_ids, chunk_size)
+        rows = (conditions, params, noise, req.sample_ids, chunk_size)
+        if req.started is None:
+            segment = self.stage.sample(*rows)
+        else:
+            segment = self.stage.go_on(*rows, req.started, req.weight_version)
         return response_of(req, conditions, segment, self.decoded(segment, req.sample_ids))
 
     @abstractmethod
@@ -149,7 +153,7 @@ class TokenPipeline(ABC, Generic[BundleT]):
 class TextPipeline(TokenPipeline[BundleT]):
     """Generates texts from texts with one bundle. A response of only an end token is valid; its text is ""."""
 
-    capabilities: ClassVar[Capabilities] = Capabilities(modalities=("text",))
+    capabilities: ClassVar[Capabilities] = Capabilities(modalities=("text",), pauses=True)
     track: ClassVar[str] = "text"
 
     def __init__(

@@ -19,7 +19,7 @@ from unirl.models.base import CanaryOutput
 from unirl.models.chunks import padded_rows
 from unirl.models.language.chat import TextCodec
 from unirl.models.language.decoding import Decoding, Response, ResponseBuilder
-from unirl.models.language.packing import PackedTokens, pack_prompts, pack_responses, prompts_of
+from unirl.models.language.packing import PackedTokens, pack_prompts, pack_responses, prompts_of, with_beginnings
 from unirl.models.language.policy import NextTokenLogits, NextTokenLogProbs, Outputs, TokenInputs
 from unirl.models.language.tools import ToolBox
 from unirl.models.value_head import TokenValueHead
@@ -28,6 +28,7 @@ from unirl.types.batch import bounds_of, take_rows
 from unirl.types.conditions import Conditions, PromptTokens
 from unirl.types.device import to_device
 from unirl.types.facts import LanguageFacts
+from unirl.types.primitives import StartedResponses
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import PackedSegment, TextSegment
 
@@ -128,6 +129,36 @@ class ARStage:
         self._complete(responses, conditions, params, self._uniforms(params, noise, ids), slots)
         return text_segment(responses, params).to(self._device())
 
+    @torch.no_grad()
+    def go_on(
+        self,
+        conditions: Conditions,
+        params: ARSamplingParams,
+        noise: NoiseSource,
+        ids: Sequence[str],
+        slots: int,
+        started: StartedResponses,
+        version: int,
+    ) -> TextSegment:
+        """As `sample`, for responses that have the tokens of `started` already, and that pause after some more.
+
+        They go on with the same uniform numbers as if they had not paused, so on unchanged weights of a CPU the slices
+        of a response have its bits.
+
+        Args:
+            version: optimizer updates behind the present weights, from which the next tokens come.
+        """
+        responses = continued_responses(ids, started)
+        uniforms = self._uniforms(params, noise, ids)
+        self._complete(responses, with_beginnings(conditions, started), params, uniforms, slots)
+        segment = text_segment(responses, params)
+        before = started.versions.cpu().split(started.offsets.diff().tolist())
+        versions = [
+            torch.cat([earlier, torch.full((len(each.tokens) - each.num_before,), version)])
+            for each, earlier in zip(responses, before, strict=True)
+        ]
+        return segment.replace(versions=torch.cat(versions)).to(self._device())
+
     def _uniforms(self, params: ARSamplingParams, noise: NoiseSource, ids: Sequence[str]) -> Tensor:
         """[B, max_new_tokens] the uniform numbers that select the tokens of each row."""
         return to_device(noise.uniform(ids, "tok", (params.max_new_tokens,)), self._device())
@@ -225,6 +256,25 @@ class ARStage:
 
     def _to_device(self, conditions: Conditions) -> Conditions:
         return {name: condition.to(self._device()) for name, condition in conditions.items()}
+
+
+def continued_responses(ids: Sequence[str], started: StartedResponses) -> list[Response]:
+    """Responses that have the tokens of `started`, and pause after `pause_after` more."""
+    lengths = started.offsets.diff().tolist()
+    tokens, logps = started.tokens.cpu().split(lengths), started.logp.cpu().split(lengths)
+    return [
+        Response(
+            row,
+            id,
+            tokens=tokens[row].tolist(),
+            logps=logps[row].tolist(),
+            sampled=[True] * length,
+            num_sampled=length,
+            pause_at=length + started.pause_after,
+            num_before=length,
+        )
+        for row, (id, length) in enumerate(zip(ids, lengths, strict=True))
+    ]
 
 
 def text_segment(responses: Sequence[Response], params: ARSamplingParams) -> TextSegment:

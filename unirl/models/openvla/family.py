@@ -7,7 +7,6 @@ transformers' Llama; `vision.py` has the towers, by the names of timm.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +33,7 @@ from unirl.models.openvla.network import Config, DecisionPart, DecodingOrder, Op
 from unirl.models.openvla.vision_towers import TOWERS
 from unirl.models.policies.bundle import POLICY, ActionBundle, positive, shapes_of
 from unirl.models.policies.stage import WITH_CACHE, InstructedStage
+from unirl.models.policies.vla import random_state
 from unirl.types.device import CPU
 from unirl.types.environments import INSTRUCTION, ContinuousActions
 from unirl.types.facts import ActionFacts
@@ -234,7 +234,7 @@ class OpenVLABundle(ActionBundle):
         """The tensors of the network from the files, or those of the toy."""
         expected = {name: tuple(tensor.shape) for name, tensor in self._empty(dtype).state_dict().items()}
         if self.root is None:
-            return toy_state(expected, self.seed, dtype)
+            return random_state(expected, self.seed, dtype)
         place = f"the model in {self.root}"
         check_files(place, self.root, LANGUAGE_WEIGHTS)
         shapes = {name: tensor.shape for name, tensor in read_headers(place, self.root, LANGUAGE_WEIGHTS).items()}
@@ -340,20 +340,3 @@ def checked_config(root: Path) -> Config:
             "'resize-naive' is available. Use a checkpoint with it, such as openvla/openvla-7b"
         )
     return config
-
-
-def toy_state(shapes: Mapping[str, tuple[int, ...]], seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Random weights: matrices keep the scale of their inputs, scales are 1 and biases 0."""
-    generator = torch.Generator().manual_seed(seed)
-    state = {}
-    for name, shape in shapes.items():
-        if name.endswith(("norm.weight", "norm1.weight", "norm2.weight", "layernorm.weight", "scale_factor")):
-            values = torch.ones(shape)
-        elif name.endswith(".bias"):
-            values = torch.zeros(shape)
-        else:
-            fan_in = math.prod(shape[1:])
-            scale = 0.1 if name.endswith(("token", "pos_embed", "embed_tokens.weight")) else fan_in**-0.5
-            values = torch.randn(shape, generator=generator) * scale
-        state[name] = values.to(dtype)
-    return state

@@ -1,32 +1,38 @@
-"""pi0 from checkpoints in the layout of transformers: images, an instruction and a state to chunks of actions.
+"""pi0 and pi0.5 from published checkpoints: images, an instruction and a state to chunks of actions.
 
-The network is `PI0ForConditionalGeneration` of transformers, which also reads the names of the published weights.
+The network of pi0 is `PI0ForConditionalGeneration` of transformers, which also reads the names of the published
+weights. That of pi0.5 is the same class with another expert (`adaptive.py`).
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from unirl.config.dependencies import need_version
-from unirl.config.errors import InvalidValueError, NotFoundError
+from unirl.config.errors import NotFoundError
 from unirl.models.chunks import batch_multiple
 from unirl.models.language.bundle import VOCABULARIES, load_network, load_tokenizer
 from unirl.models.loading.checkpoint import read_entries
 from unirl.models.loading.dtypes import cast_module
 from unirl.models.loading.estimate import ModelEstimate, block_counts, linears_of, parameters_of, patches_of
 from unirl.models.loading.hub import copy_files, language_directory, quiet_libraries, read_json
+from unirl.models.loading.saved_weights import LANGUAGE_WEIGHTS
 from unirl.models.loading.toy_tokenizers import gemma_tokenizer
-from unirl.models.pi0.network import CountedEntries, Pi0Policy, Scale
+from unirl.models.pi0 import adaptive
+from unirl.models.pi0.network import NUM_BINS, NUMBER_TOKENS, Pi0Policy, Pi05Policy
 from unirl.models.policies.bundle import POLICY, ActionBundle, positive, shapes_of
+from unirl.models.policies.scales import NORMALIZER, OPENPI, PROCESSOR, Scale, statistics_in
 from unirl.models.policies.stage import WITH_CACHE, InstructedStage
+from unirl.models.policies.vla import EMPTY, CountedEntries, Instructor, TrainedPart, cameras_of, check_sizes
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.types.device import CPU
 from unirl.types.environments import INSTRUCTION, STATE, ContinuousActions
@@ -37,14 +43,33 @@ if TYPE_CHECKING:
     from transformers import PI0Config, PI0ForConditionalGeneration, PreTrainedTokenizerBase
 
 Config = Mapping[str, Any]
-Shapes = Mapping[str, tuple[int, ...]]
-TrainedPart = Literal["expert", "all"]
-MODEL_TYPE = "pi0"
-CONFIG, PROCESSOR = "config.json", "processor_config.json"
+Version = Literal["pi0", "pi05"]
+CONFIG = "config.json"
+SIZES = (
+    *("chunk_size", "max_action_dim", "max_state_dim", "num_inference_steps", "min_period", "max_period"),
+    *("vlm_config", "dit_config"),
+)
+"""What lerobot's configuration of pi0.5 says about the network. The last two are those of transformers, if present."""
+VARIANTS = {"paligemma_variant": "gemma_2b", "action_expert_variant": "gemma_300m"}
+"""The sizes of pi0.5 in lerobot's configuration, which are the defaults of transformers."""
+PREPROCESSOR = "policy_preprocessor.json"
+"""lerobot's file, whose step pads the state before it becomes text."""
+VISION = "model.vlm.vision_tower."
+PUBLISHED_NAMES = {
+    "embed_action_time.": "",
+    "model.dit.embed_tokens.": "paligemma_with_expert.gemma_expert.lm_head.",
+    "model.dit.": "paligemma_with_expert.gemma_expert.model.",
+    "model.vlm.language_model.embed_tokens.": "paligemma_with_expert.paligemma.lm_head.",
+    VISION: "paligemma_with_expert.paligemma.model.vision_tower.vision_model.",
+    "model.vlm.": "paligemma_with_expert.paligemma.model.",
+}
+"""How names of pi0.5 begin here, and in the published weights."""
+FORMS: Mapping[Version, str] = {"pi0": "{task}\n", "pi05": "Task: {task}, State:"}
+"""The text with a task in it. Of pi0.5, the numbers of the state and `CLOSING` follow."""
+CLOSING, CLOSING_TOKENS = ";\nAction: ", 5
+"""The end of the text of pi0.5, and the tokens that it has in the published model."""
 NUM_ACTIONS, PROMPT_TOKENS = 7, 48
 """The numbers of an action of the usual robot, and the places for an instruction in the published model."""
-EMPTY = -1
-"""Stands in the places of an instruction that no token fills."""
 LAYERS = (
     *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
     *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
@@ -52,15 +77,17 @@ LAYERS = (
 """The linear layers of a block of Gemma."""
 BESIDE = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model", *VOCABULARIES),
-    *(PROCESSOR, "preprocessor_config.json"),
+    *(PROCESSOR, "preprocessor_config.json", PREPROCESSOR, "policy_postprocessor.json"),
 )
 """Files of a checkpoint that an export has, too."""
 
 
 class Pi0Bundle(ActionBundle):
-    """pi0: a PaliGemma that reads images and an instruction, and an expert that denoises a chunk of actions."""
+    """pi0 or pi0.5: a PaliGemma that reads images and an instruction, and an expert that denoises chunks of actions."""
 
-    toy: ClassVar[Mapping[str, object]] = {"path": "toy", "dtype": "fp32", "num_steps": 3, "prompt_tokens": 96}
+    toy: ClassVar[Mapping[str, object]] = {
+        "path": "toy", "tokenizer": None, "dtype": "fp32", "num_steps": 3, "prompt_tokens": 128,
+    }  # fmt: skip
     toys: ClassVar[Mapping[str, Config]] = read_entries(Path(__file__).parent / "toy.json")
     published: ClassVar[Mapping[str, Config]] = read_entries(Path(__file__).parent / "published.json")
     """Configurations of public checkpoints by hub id, for plans without a connection. A run reads the files."""
@@ -74,6 +101,8 @@ class Pi0Bundle(ActionBundle):
         *,
         path: str,
         revision: str | None = None,
+        version: Version = "pi0",
+        tokenizer: str | None = None,
         dtype: DtypeName = "bf16",
         observations: Mapping[str, tuple[int, ...]],
         actions: int = NUM_ACTIONS,
@@ -86,8 +115,11 @@ class Pi0Bundle(ActionBundle):
     ) -> None:
         """
         Args:
-            path: a hub id, a folder in the layout of transformers, or `toy` (tiny, random weights).
+            path: a hub id, a folder in the layout of transformers (pi0) or lerobot (pi0.5), or `toy` (tiny, random
+                weights).
             revision: branch, tag or commit of a hub id.
+            version: pi0, or pi0.5, which reads the state as text.
+            tokenizer: a hub id or a folder with the tokenizer, if the checkpoint has none.
             dtype: the dtype in which the network computes.
             observations: the shapes of square images [3, H, H] by the key of the camera, in the order in which the
                 network reads them, and `state: [S]` of the robot. The network resizes images.
@@ -97,19 +129,22 @@ class Pi0Bundle(ActionBundle):
             eta: strength of their noise (FlowSDEStrategy).
             logp_of: the numbers whose log-prob counts: those that the environment gets, or all that are denoised.
             train: `expert` leaves PaliGemma as it is. With `backend.lora_cfg` it says which layers get adapters.
-            prompt_tokens: places for the tokens of an instruction. A longer one is an error.
+            prompt_tokens: places for the tokens of an instruction. A longer one is an error. The state of pi0.5 has
+                places of its own.
         """
         need_version("transformers", WITH_CACHE, by=type(self).__name__)
         self.path, self.revision, self.prompt_tokens, self.dtype_name = path, revision, prompt_tokens, dtype
+        self.version = version
         self.root = None if path in self.toys else language_directory(path, revision)
-        self.config = self.toys[path] if self.root is None else checked_config(self.root)
+        self.config = self.toys[toy_of(path, version)] if self.root is None else checked_config(self.root, version)
         facts = facts_of(self.config, observations, actions, chunk, prompt_tokens, train, batch_multiple(device))
         self.train = train
         self.settings: dict[str, Any] = {
             "observations": shapes_of(observations), "actions": actions, "chunk": chunk, "num_steps": num_steps,
-            "eta": eta, "logp_of": logp_of, "train": train, "prompt_tokens": prompt_tokens,
+            "eta": eta, "logp_of": logp_of, "train": train, "prompt_tokens": prompt_tokens, "version": version,
         }  # fmt: skip
-        self.tokenizer = gemma_tokenizer() if self.root is None else load_tokenizer(self.root)
+        words = self.root if tokenizer is None else tokenizer_directory(tokenizer)
+        self.tokenizer = gemma_tokenizer() if words is None else load_tokenizer(words)
         torch_dtype = TORCH_DTYPES[dtype]
         super().__init__({POLICY: self._policy(torch_dtype)}, facts, dtype=torch_dtype, device=device)
         self.trainable().freeze(train)
@@ -119,7 +154,7 @@ class Pi0Bundle(ActionBundle):
         """The facts of the policy with these settings of a recipe, without its weights."""
         names = ("observations", "actions", "chunk", "prompt_tokens", "train")
         observations, actions, chunk, prompt_tokens, train = (settings[name] for name in names)
-        config = cls._config_to_plan(settings["path"], settings["revision"])
+        config = cls._config_to_plan(settings["path"], settings["revision"], settings["version"])
         return facts_of(config, observations, actions, chunk, prompt_tokens, train, 1)
 
     @classmethod
@@ -127,7 +162,7 @@ class Pi0Bundle(ActionBundle):
         """The sizes of a model that is not loaded, for decisions of one action from one image."""
         from accelerate import init_empty_weights
 
-        config = cls._config_to_plan(path, revision)
+        config = cls._config_to_plan(path, revision, None)
         with quiet_libraries(), init_empty_weights(include_buffers=False):
             network = network_of(config)
         sizes = network.config
@@ -143,13 +178,13 @@ class Pi0Bundle(ActionBundle):
         )
 
     @classmethod
-    def _config_to_plan(cls, path: str, revision: str | None) -> Config:
-        """The configuration, without the weights."""
+    def _config_to_plan(cls, path: str, revision: str | None, version: Version | None) -> Config:
+        """The configuration, without the weights. `version` None: that of the files."""
         if path in cls.toys:
-            return cls.toys[path]
+            return cls.toys[toy_of(path, version)]
         if path in cls.published and revision is None:
-            return cls.published[path]
-        return checked_config(language_directory(path, revision, configs_only=True))
+            return of_version(cls.published[path], path, version)
+        return checked_config(language_directory(path, revision, configs_only=True), version)
 
     def trainable(self) -> Pi0Policy:
         network = super().trainable()
@@ -157,9 +192,10 @@ class Pi0Bundle(ActionBundle):
         return network
 
     def stage(self) -> InstructedStage:
-        network, places = self.trainable(), self.prompt_tokens
-        width = network.pi0.config.dit_config.hidden_size
-        return InstructedStage(network, self.facts, Instructor(self.tokenizer, places), width, self.dtype)
+        network = self.trainable()
+        start, version = self.tokenizer.bos_token, self.version
+        instructor = Instructor(self.tokenizer, self.prompt_tokens, lambda task: f"{start}{text_of(version, task)}")
+        return InstructedStage(network, self.facts, instructor, network.hidden_size, self.dtype)
 
     def untrained(self) -> Pi0Policy:
         return self._policy(self.dtype).requires_grad_(False).eval()
@@ -168,15 +204,22 @@ class Pi0Bundle(ActionBundle):
         return Pi0Bundle(self.device, path=str(folder), dtype=self.dtype_name, **self.settings)
 
     def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> Path:
-        """Write the policy in the layout of transformers, which is also that of the published weights."""
+        """Write the policy with the names of the published weights, and the configuration that it was read with."""
         policy = self.untrained()
         policy.load_state_dict({name: tensor.to(self.dtype) for name, tensor in tensors.items()}, strict=False)
-        with quiet_libraries():
-            policy.pi0.save_pretrained(folder)
-        if self.root is None:
-            self.tokenizer.save_pretrained(folder)
+        if self.version == "pi05":
+            folder.mkdir(parents=True, exist_ok=True)
+            saved = {published_name(name): tensor.contiguous() for name, tensor in policy.pi0.state_dict().items()}
+            save_file(saved, folder / LANGUAGE_WEIGHTS, metadata={"format": "pt"})
+            (folder / CONFIG).write_text(json.dumps(dict(self.config), indent=2) + "\n", encoding="utf-8")
         else:
-            copy_files(self.root, folder, BESIDE)
+            with quiet_libraries():
+                policy.pi0.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        if self.root is not None:
+            copy_files(self.root, folder, (*BESIDE, *(path.name for path in self.root.glob(NORMALIZER))))
+            for path in self.root.rglob(OPENPI):
+                copy_files(path.parent, folder, (OPENPI,))
         return folder
 
     def _policy(self, dtype: torch.dtype) -> Pi0Policy:
@@ -187,49 +230,62 @@ class Pi0Bundle(ActionBundle):
             randomise(network, self.seed)
             cast_module(network, dtype)
         else:
-            from transformers import PI0ForConditionalGeneration
-
             with quiet_libraries():
-                network = load_network(PI0ForConditionalGeneration, root, dtype)
-        statistics = read_json(root / PROCESSOR) if root is not None and (root / PROCESSOR).is_file() else {}
-        place, size = f"{self.path}/{PROCESSOR}", given["observations"][STATE][0]
-        return Pi0Policy(
-            network,
-            cameras=cameras_of(given["observations"]),
-            actions=given["actions"],
-            chunk=given["chunk"],
-            num_steps=given["num_steps"],
-            kernel=FlowSDEStrategy(eta=given["eta"]),
-            logp_of=given["logp_of"],
-            state=Scale.of(statistics, "state", size, f"bundle.observations.{STATE}", place),
-            action=Scale.of(statistics, "actions", given["actions"], "bundle.actions", place),
+                layout: dict[str, Any] = {"config": configuration_of(self.config)}
+                if self.version == "pi05":
+                    # transformers has all other names, since this class is one of its pi0.
+                    layout["key_mapping"] = {f"^(model.)?{PUBLISHED_NAMES[VISION]}": VISION}
+                network = load_network(network_class(self.config), root, dtype, **layout)
+        statistics = {} if root is None else statistics_in(root)
+        by_quantiles = self.version == "pi05"
+        settings: dict[str, Any] = {
+            "cameras": cameras_of(given["observations"]),
+            "actions": given["actions"],
+            "chunk": given["chunk"],
+            "num_steps": given["num_steps"],
+            "kernel": FlowSDEStrategy(eta=given["eta"]),
+            "logp_of": given["logp_of"],
+        }
+        for name, key, size in (
+            ("state", f"observations.{STATE}", given["observations"][STATE][0]),
+            ("actions", "actions", given["actions"]),
+        ):
+            place = f"{self.path}/{PROCESSOR}" if not by_quantiles else f"the data of {self.path}"
+            scale = Scale.of(statistics, name, size, f"bundle.{key}", place, quantiles=by_quantiles)
+            settings[name.removesuffix("s")] = scale
+        if self.version == "pi0":
+            return Pi0Policy(network, **settings)
+        numbers, closing = number_tokens(self.tokenizer)
+        is_padded = root is not None and (root / PREPROCESSOR).is_file()
+        return Pi05Policy(network, numbers=numbers, closing=closing, padded=is_padded, **settings)
+
+
+def text_of(version: Version, task: str) -> str:
+    """The text about a task after <bos>, as PI0Processor and openpi write it."""
+    words = task if version == "pi0" else task.strip().replace("_", " ").replace("\n", " ")
+    return FORMS[version].format(task=words)
+
+
+def number_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, Tensor]:
+    """[257, T] the tokens of " -1", " 0", ..., " 255", with empty places at their ends, and [L] those of `CLOSING`.
+
+    Raises:
+        NotFoundError: 4001, the tokens of a text are not those of its parts, so the tokenizer is not that of Gemma.
+    """
+    pieces = [f" {number}" for number in range(-1, NUM_BINS)]
+    rows = [tokenizer(piece, add_special_tokens=False).input_ids for piece in (*pieces, CLOSING)]
+    start = FORMS["pi05"].format(task="go")
+    together = tokenizer(start + "".join(pieces) + CLOSING, add_special_tokens=False).input_ids
+    apart = tokenizer(start, add_special_tokens=False).input_ids + [token for row in rows for token in row]
+    if together != apart:
+        raise NotFoundError(
+            "bundle.tokenizer: it does not read the numbers of a state one after another, as that of PaliGemma does. "
+            "Give the tokenizer of google/paligemma-3b-pt-224"
         )
-
-
-@dataclass(frozen=True)
-class Instructor:
-    """Turns tasks into tokens, at the start of a fixed number of places."""
-
-    tokenizer: PreTrainedTokenizerBase
-    places: int
-
-    def __call__(self, tasks: Sequence[str]) -> Tensor:
-        """[B, places] int64: <bos>, the task and a line break, as PI0Processor writes them, then empty places.
-
-        Raises:
-            InvalidValueError: 2004, an instruction has more tokens than places.
-        """
-        rows = torch.full((len(tasks), self.places), EMPTY)
-        for row, task in zip(rows, tasks, strict=True):
-            text = f"{self.tokenizer.bos_token}{task}\n"
-            tokens = torch.tensor(self.tokenizer(text, add_special_tokens=False).input_ids)
-            if len(tokens) > self.places:
-                raise InvalidValueError(
-                    f"bundle.prompt_tokens={self.places}: the instruction {task!r} has {len(tokens)} tokens. "
-                    f"Set bundle.prompt_tokens={len(tokens)} or more"
-                )
-            row[: len(tokens)] = tokens
-        return rows
+    numbers = torch.full((len(pieces), max(map(len, rows[:-1]))), EMPTY)
+    for row, tokens in zip(numbers, rows[:-1], strict=True):
+        row[: len(tokens)] = torch.tensor(tokens)
+    return numbers, torch.tensor(rows[-1])
 
 
 def facts_of(
@@ -249,21 +305,21 @@ def facts_of(
     sizes = configuration_of(config)
     positive(actions=actions, chunk=chunk, prompt_tokens=prompt_tokens)
     shapes = shapes_of(observations)
-    check_shapes(shapes, sizes.max_state_dim)
-    for name, value, limit, what in (
-        ("actions", actions, sizes.max_action_dim, "numbers of an action"),
-        ("chunk", chunk, sizes.chunk_size, "actions"),
-    ):
-        if value > limit:
-            raise InvalidValueError(f"bundle.{name}={value}: the model denoises {limit} {what}. Use {limit} or less")
+    check_sizes(
+        "pi0", shapes, actions, chunk,
+        state=sizes.max_state_dim, width=sizes.max_action_dim, horizon=sizes.chunk_size,
+    )  # fmt: skip
     vision = sizes.vlm_config.vision_config
     patches = (vision.image_size // vision.patch_size) ** 2
     decoders = {"dit": sizes.dit_config.num_hidden_layers}
     if train == "all":
         decoders["language_model"] = sizes.vlm_config.text_config.num_hidden_layers
+    version = version_of(config)
+    assert version is not None, "a configuration is checked before"
+    after = 1 if version == "pi0" else shapes[STATE][0] * NUMBER_TOKENS + CLOSING_TOKENS
     return ActionFacts(
-        family=MODEL_TYPE,
-        block_class_names=("GemmaDecoderLayer", "SiglipEncoderLayer"),
+        family=version,
+        block_class_names=("GemmaDecoderLayer", "AdaptiveGemmaLayer", "SiglipEncoderLayer"),
         lora_targets=tuple(
             f"{part}.layers.{number}.{layer}"
             for part, count in decoders.items()
@@ -274,46 +330,48 @@ def facts_of(
         actions=ContinuousActions(actions),
         chunk=chunk,
         can_imitate=False,
-        tokens_per_decision=len(cameras_of(shapes)) * patches + prompt_tokens + 1 + sizes.chunk_size,
+        tokens_per_decision=len(cameras_of(shapes)) * patches + prompt_tokens + after + sizes.chunk_size,
         batch_multiple=multiple,
     )
 
 
-def cameras_of(shapes: Shapes) -> tuple[str, ...]:
-    """The keys of the images."""
-    return tuple(key for key in shapes if key != STATE)
+def toy_of(path: str, version: Version | None) -> str:
+    """The entry of toy.json for a toy and a version."""
+    return f"{path}-pi05" if version == "pi05" and not path.endswith("-pi05") else path
 
 
-def check_shapes(shapes: Shapes, most: int) -> None:
-    """Raises InvalidValueError (2004) for anything else than square images and a state of at most `most` numbers."""
-    for key, shape in shapes.items():
-        if key != STATE and (len(shape) != 3 or shape[0] != 3 or shape[1] != shape[2]):
-            raise InvalidValueError(
-                f"bundle.observations.{key}={list(shape)}: pi0 reads square images [3, H, H] and `{STATE}: [S]`. Name "
-                f"such cameras, as in {{agentview: [3, 256, 256], {STATE}: [8]}}, and leave out frame_stack"
-            )
-    if not cameras_of(shapes) or STATE not in shapes:
-        raise InvalidValueError(
-            f"bundle.observations names {', '.join(shapes)}: pi0 reads at least one camera and the state of the robot. "
-            f"Name both, as in {{agentview: [3, 256, 256], {STATE}: [8]}}"
-        )
-    state = shapes[STATE]
-    if len(state) != 1 or state[0] > most:
-        raise InvalidValueError(
-            f"bundle.observations.{STATE}={list(state)}: the model reads a vector of at most {most} numbers. Leave out "
-            "those that it was not tuned with"
-        )
+def version_of(config: Config) -> Version | None:
+    """What model a configuration belongs to: pi0 of transformers, pi0.5 of lerobot, or another one."""
+    if config.get("type") == "pi05":
+        return "pi05"
+    return "pi0" if config.get("model_type") == "pi0" else None
 
 
-def checked_config(root: Path) -> Config:
-    """The configuration in a folder. Raises NotFoundError (4001) if it belongs to another model."""
-    config: Config = read_json(root / CONFIG)
-    if config.get("model_type") != MODEL_TYPE:
+def checked_config(root: Path, version: Version | None) -> Config:
+    """The configuration in a folder, see `of_version`."""
+    return of_version(read_json(root / CONFIG), str(root), version)
+
+
+def of_version(config: Config, place: str, version: Version | None) -> Config:
+    """The configuration. `version` None: of either version.
+
+    Raises:
+        NotFoundError: 4001, it belongs to another model, or to a size of pi0.5 that was not published.
+    """
+    found = version_of(config)
+    if found is None:
         raise NotFoundError(
-            f"{root}: its config.json has model_type={config.get('model_type')!r}, but Pi0Bundle reads {MODEL_TYPE!r} "
-            "in the layout of transformers. Convert it: load the weights with PI0ForConditionalGeneration, and give "
-            "the folder that its `save_pretrained` writes"
+            f"{place}: its config.json has model_type={config.get('model_type')!r}, type={config.get('type')!r}, but "
+            "Pi0Bundle reads model_type='pi0' of transformers, or type='pi05' of lerobot. Convert it: load the weights "
+            "with PI0ForConditionalGeneration or lerobot, and give the folder that its `save_pretrained` writes"
         )
+    if version not in (None, found):
+        raise NotFoundError(f"{place}: the checkpoint is one of {found}. Set bundle.version={found}")
+    for name, size in VARIANTS.items():
+        if config.get(name, size) != size:
+            raise NotFoundError(
+                f"{place}: its config.json has {name}={config[name]!r}. The published pi0.5 has {size!r}"
+            )
     return config
 
 
@@ -321,15 +379,40 @@ def configuration_of(config: Config) -> PI0Config:
     """The configuration as an object, with the defaults of the published model."""
     from transformers import PI0Config
 
-    return PI0Config.from_dict(dict(config))
+    is_pi05 = version_of(config) == "pi05"
+    given = {name: config[name] for name in SIZES if name in config} if is_pi05 else dict(config)
+    return PI0Config.from_dict(given)
+
+
+def network_class(config: Config) -> type[PI0ForConditionalGeneration]:
+    """The class of the network of a configuration."""
+    if version_of(config) == "pi05":
+        return adaptive.network_class()
+    from transformers import PI0ForConditionalGeneration
+
+    return PI0ForConditionalGeneration
 
 
 def network_of(config: Config) -> PI0ForConditionalGeneration:
     """The network with weights of no meaning."""
-    from transformers import PI0ForConditionalGeneration
-
     with torch.random.fork_rng(devices=[]):
-        return PI0ForConditionalGeneration(configuration_of(config)).eval()
+        return network_class(config)(configuration_of(config)).eval()
+
+
+def tokenizer_directory(path: str) -> Path:
+    """The folder of a tokenizer: `path` itself, or the files of the hub."""
+    return language_directory(path, None, configs_only=True)
+
+
+def published_name(name: str) -> str:
+    """The name of a tensor of pi0.5 in the files of lerobot. openpi's lack the first `model`.
+
+    The embeddings have the name of the head, which is the same tensor there.
+    """
+    for ours, theirs in PUBLISHED_NAMES.items():
+        if name.startswith(ours):
+            return f"model.{theirs}{name.removeprefix(ours)}"
+    return f"model.{name}"
 
 
 @torch.no_grad()

@@ -11,155 +11,39 @@ on how long the instructions of other rows are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from unirl.config.errors import InvalidValueError
-from unirl.models.policies.flow import Features, FlowChain
+from unirl.models.policies.flow import Features
 from unirl.models.policies.networks import HIDDEN, Outputs, resized
-from unirl.types.environments import INSTRUCTION, STATE, ContinuousActions, Observations
-from unirl.types.protocols import Kernel
+from unirl.models.policies.stored_layers import ReadLayers, WrittenLayers
+from unirl.models.policies.vla import ChunkChain, TrainedPart
+from unirl.types.environments import INSTRUCTION, Observations
 
 if TYPE_CHECKING:
     from transformers import PI0ForConditionalGeneration
 
-CountedEntries = Literal["executed", "all"]
-EPS = 1e-8
-"""Added to a std, as PI0Processor does."""
+NUM_BINS, NUMBER_TOKENS = 256, 4
+"""Bins of a number of the state of pi0.5 in [-1, 1], and the most tokens that the name of one has."""
 
 
-@dataclass(frozen=True)
-class Scale:
-    """Mean and std of the data, by which numbers of a robot become those of the network."""
+class Pi0Policy(ChunkChain):
+    """pi0: the expert reads the state of the robot as one more token, before the points of a chain."""
 
-    mean: Tensor  # [n]
-    std: Tensor  # [n]
-
-    @classmethod
-    def of(cls, statistics: Mapping[str, Any], name: str, size: int, key: str, place: str) -> Scale:
-        """`<name>_mean` and `<name>_std` of a processor's file. Without both, numbers stay as they are.
-
-        Args:
-            size: n.
-            key: the setting of the bundle that gives n, for errors.
-
-        Raises:
-            InvalidValueError: 2004, the statistics have another number of entries.
-        """
-        mean, std = (statistics.get(f"{name}_{part}") for part in ("mean", "std"))
-        if mean is None or std is None:
-            return cls(torch.zeros(size), torch.ones(size) - EPS)
-        if len(mean) != size or len(std) != size:
-            raise InvalidValueError(
-                f"{key}={size}: {place} has {name}_mean of {len(mean)} and {name}_std of {len(std)} numbers. Set "
-                f"{key}={len(mean)}, or give statistics of the robot of this recipe"
-            )
-        return cls(torch.tensor(mean).float(), torch.tensor(std).float())
-
-
-class WrittenLayers:
-    """Takes the place of a cache of transformers, and keeps the keys and values of one forward by their layer.
-
-    Unlike a cache it is not changed when activation checkpointing runs a layer again.
-    """
-
-    def __init__(self) -> None:
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def update(self, keys: Tensor, values: Tensor, layer: int, **options: object) -> tuple[Tensor, Tensor]:
-        """The keys and values [N, heads, T, d] that the layer attends to."""
-        self.layers.setdefault(layer, (keys, values))
-        return keys, values
-
-    def stacked(self, output: Tensor) -> Tensor:
-        """[N, 2 L, heads, T, d] keys and values of L layers, in turn.
-
-        Args:
-            output: of the forward that wrote them.
-        """
-        parts = [part for layer in sorted(self.layers) for part in self.layers[layer]]
-        tied: Tensor = _Tied.apply(torch.stack(parts, dim=1), output)
-        return tied
-
-
-class _Tied(torch.autograd.Function):
-    """`stored` as it is. The gradient also runs, as zeros, into the `output` of the forward that made it.
-
-    Keys and values leave a block beside its output. FSDP2 gathers the weights of a block when the gradient of its
-    output arrives, so there must be one, and it must arrive before that of its keys is used.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, stored: Tensor, output: Tensor) -> Tensor:
-        ctx.output = output.shape, output.dtype
-        return stored.view_as(stored)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        shape, dtype = ctx.output
-        return gradient, gradient.new_zeros(shape, dtype=dtype)
-
-
-class ReadLayers(WrittenLayers):
-    """The same, where every layer also attends to stored keys and values [N, 2 L, heads, P, d] before its own."""
-
-    def __init__(self, stored: Tensor) -> None:
-        super().__init__()
-        self.stored = stored
-
-    def update(self, keys: Tensor, values: Tensor, layer: int, **options: object) -> tuple[Tensor, Tensor]:
-        super().update(keys, values, layer)
-        before = self.stored[:, 2 * layer], self.stored[:, 2 * layer + 1]
-        return torch.cat([before[0], keys], dim=2), torch.cat([before[1], values], dim=2)
-
-
-class Pi0Policy(FlowChain):
-    """A flow policy of chunks of H actions of D numbers, of which the environment gets the first C actions of A.
-
-    Recorded is the whole chain [N, K + 1, H D], since the velocity of each number depends on all of them. The density
-    of a chain is the product over all numbers (`logp_of: all`). The numbers that no environment gets change nothing
-    but the noise of the importance ratio, so by default the log-prob sums over the C A executed numbers alone, as in
-    RLinf (pi-RL, arXiv:2510.25889): the conditional density of each of them given the whole point before it.
-    """
-
-    def __init__(
-        self,
-        network: PI0ForConditionalGeneration,
-        *,
-        cameras: Sequence[str],
-        actions: int,
-        chunk: int,
-        num_steps: int,
-        kernel: Kernel | None,
-        logp_of: CountedEntries,
-        state: Scale,
-        action: Scale,
-    ) -> None:
+    def __init__(self, network: PI0ForConditionalGeneration, **settings: Any) -> None:
         """
         Args:
-            cameras: keys of the observations that are images, in the order in which the network reads them.
-            actions: A.
-            chunk: C.
-            num_steps: K.
-            logp_of: the numbers of a step whose log-prob counts.
-            state, action: the scales of the robot's state and actions.
+            settings: further ones of `ChunkChain`.
         """
         config = network.config
-        size = config.chunk_size * config.max_action_dim
-        super().__init__(ContinuousActions(actions), size=size, num_steps=num_steps, chunk=chunk, kernel=kernel)
-        self.horizon, self.width, self.state_width = config.chunk_size, config.max_action_dim, config.max_state_dim
-        self.cameras, self.logp_of, self.scale = tuple(cameras), logp_of, action
+        sizes = {"horizon": config.chunk_size, "width": config.max_action_dim, "state_width": config.max_state_dim}
+        super().__init__(**sizes, **settings)
         self.image_size = config.vlm_config.vision_config.image_size
-        self.register_buffer("state_mean", state.mean, persistent=False)
-        self.register_buffer("state_std", state.std, persistent=False)
         self.pi0 = network
 
-    def freeze(self, train: Literal["expert", "all"]) -> None:
+    def freeze(self, train: TrainedPart) -> None:
         """Leave what is trained with a gradient: the expert with its projections, or PaliGemma, too.
 
         The embeddings of the expert's vocabulary never run, as in the published checkpoint.
@@ -168,14 +52,18 @@ class Pi0Policy(FlowChain):
         model.vlm.requires_grad_(train == "all")
         model.dit.embed_tokens.requires_grad_(False)
 
+    @property
+    def hidden_size(self) -> int:
+        """W of the states."""
+        size: int = self.pi0.config.dit_config.hidden_size
+        return size
+
     # The parts of the network
 
     def parameters_of(self, observations: Observations) -> Features:
         """Keys and values [N, 2 L, heads, P, d], bool [N, P] of real tokens, state [N, S], its output [N, W]."""
-        prefix, seen = self._prefix(observations)
-        mean, std = self.get_buffer("state_mean"), self.get_buffer("state_std")
-        numbers = (observations[STATE].float() - mean) / (std + EPS)
-        state = pad(numbers, (0, self.state_width - numbers.shape[1]))
+        prefix, seen, _ = self._prefix(observations, observations[INSTRUCTION])
+        state = self.padded_state(observations)
         seen = torch.cat([seen, seen.new_ones(len(seen), 1)], dim=1)
         layers = ReadLayers(prefix)
         projected = self.pi0.embed_action_time.state_proj(state)[:, None]
@@ -198,9 +86,13 @@ class Pi0Policy(FlowChain):
         """[N, 3, side, side] in [-1, 1] from levels [N, 3, H, H] from 0 to 255."""
         return resized(images, self.image_size) / 127.5 - 1
 
-    def _prefix(self, observations: Observations) -> tuple[Tensor, Tensor]:
-        """Keys and values [N, 2 L, heads, P, d] of images and instruction, and bool [N, P] of real tokens."""
-        vlm, words = self.pi0.model.vlm, observations[INSTRUCTION]
+    def _prefix(self, observations: Observations, words: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values [N, 2 L, heads, P, d] of images and text, bool [N, P] of real tokens, outputs [N, P, W].
+
+        Args:
+            words: tokens [N, T], below 0 where there is none.
+        """
+        vlm = self.pi0.model.vlm
         text = vlm.get_input_embeddings()(words.clamp(min=0))
         shown = [vlm.get_image_features(self.prepared(observations[key])).pooler_output for key in self.cameras]
         inputs = torch.cat([*(part.to(text.dtype) for part in shown), text], dim=1)
@@ -208,9 +100,9 @@ class Pi0Policy(FlowChain):
         seen[:, inputs.shape[1] - words.shape[1] :] = words >= 0
         layers = WrittenLayers()
         output = self._run(vlm.language_model, inputs, seen, layers)
-        return layers.stacked(output), seen
+        return layers.stacked(output), seen, output
 
-    def _run(self, decoder: Any, inputs: Tensor, seen: Tensor, layers: WrittenLayers) -> Tensor:
+    def _run(self, decoder: Any, inputs: Tensor, seen: Tensor, layers: WrittenLayers, **condition: Tensor) -> Tensor:
         """Outputs [N, Q, W] of a decoder for the last Q tokens, which attend to all real ones of `seen` [N, T]."""
         count = inputs.shape[1]
         output: Tensor = decoder(
@@ -219,22 +111,64 @@ class Pi0Policy(FlowChain):
             position_ids=(seen.cumsum(1) - 1).clamp(min=0)[:, -count:],
             cache=layers,
             use_cache=True,
+            **condition,
         ).last_hidden_state
         return output
 
-    # The chain
+
+class Pi05Policy(Pi0Policy):
+    """pi0.5: the state is part of the text, and the norms of the expert depend on the noise level.
+
+        images, "Task: <task>, State:" " <number>" ... ";\nAction: " --PaliGemma--> keys and values of every layer
+        x --expert, whose norms read sigma--> the velocity, which attends to all of these
+
+    Each number of the state is the name of its bin among 256 from -1 to 1. The instruction comes with its own empty
+    places, and the tokens of numbers are looked up here, so that what is recorded are the numbers.
+    """
+
+    def __init__(
+        self, network: PI0ForConditionalGeneration, *, numbers: Tensor, closing: Tensor, padded: bool, **settings: Any
+    ) -> None:
+        """
+        Args:
+            numbers: [257, T] the tokens of " -1", " 0", ..., " 255", below 0 where there is none.
+            closing: [L] the tokens after the state.
+            padded: the text has zeros up to the largest state of the model, as that of lerobot.
+            settings: those of `Pi0Policy`.
+        """
+        super().__init__(network, **settings)
+        self.register_buffer("numbers", numbers, persistent=False)
+        self.register_buffer("closing", closing, persistent=False)
+        self.padded = padded
 
     @property
-    def num_counted(self) -> int:
-        return self.chunk * self.action_size if self.logp_of == "executed" else self.size
+    def hidden_size(self) -> int:
+        size: int = self.pi0.config.vlm_config.text_config.hidden_size
+        return size
 
-    def counted(self, x: Tensor) -> Tensor:
-        return self._first(x).flatten(1) if self.logp_of == "executed" else x
+    def parameters_of(self, observations: Observations) -> Features:
+        """Keys and values [N, 2 L, heads, P, d], bool [N, P] of real tokens, mean output [N, W] of these."""
+        prefix, seen, output = self._prefix(observations, self.words(observations))
+        weights = seen[..., None].float()
+        return prefix, seen, (output.float() * weights).sum(1) / weights.sum(1)
 
-    def executed(self, actions: Tensor) -> Tensor:
-        """[N, C, A] actions of the robot. An environment clips what is beyond its own bounds."""
-        return self._first(actions[:, -1]) * (self.scale.std + EPS) + self.scale.mean
+    def words(self, observations: Observations) -> Tensor:
+        """[N, T] the tokens of the whole text, below 0 where there is none."""
+        state = self.padded_state(observations) if self.padded else self.scaled_state(observations)
+        numbers = self.get_buffer("numbers")
+        bounds = torch.arange(NUM_BINS, device=state.device) / (NUM_BINS / 2) - 1
+        names = numbers[torch.bucketize(state, bounds, right=True)].flatten(1)
+        closing = self.get_buffer("closing").expand(len(names), -1)
+        return torch.cat([observations[INSTRUCTION], names, closing], dim=1)
 
-    def _first(self, x: Tensor) -> Tensor:
-        """[N, C, A] what an environment gets of x [N, H D]."""
-        return x.unflatten(1, (self.horizon, self.width))[:, : self.chunk, : self.action_size]
+    def states(self, parameters: Features) -> Outputs:
+        """`HIDDEN` [N, W]: the mean output of PaliGemma, which depends on no action. pi-RL does so for pi0.5."""
+        return {HIDDEN: parameters[2]}
+
+    def velocity(self, features: Features, x: Tensor, sigma: Tensor) -> Tensor:
+        stored, seen, _ = features
+        inputs = self.pi0.embed_action_time.action_in_proj(x.unflatten(1, (self.horizon, self.width)))
+        seen = torch.cat([seen, seen.new_ones(len(seen), self.horizon)], dim=1)
+        condition = self.pi0.condition(sigma)
+        output = self._run(self.pi0.model.dit, inputs, seen, ReadLayers(stored), condition=condition)
+        return self.pi0.action_out_proj(output).float().flatten(1)

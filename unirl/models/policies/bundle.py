@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+import msgspec
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from unirl.config.errors import InvalidValueError, NotFoundError
 from unirl.models.base import Bundle
 from unirl.models.chunks import batch_multiple
+from unirl.models.policies.decoder import ChunkDecoderPolicy
 from unirl.models.policies.flow import FlowPolicy
 from unirl.models.policies.networks import (
     LOG_STD_BOUNDS,
@@ -26,13 +29,15 @@ from unirl.models.policies.networks import (
     SquashedGaussianPolicy,
 )
 from unirl.models.policies.stage import ActionStage
+from unirl.models.policies.steering import SteeredStage, SteeringPolicy, checked_chain
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.sde.noise import key_seed
 from unirl.types.device import CPU
 from unirl.types.environments import STATE, ActionSpace, ContinuousActions, DiscreteActions
 from unirl.types.facts import ActionFacts
 
-POLICY = "policy"
+POLICY, FROZEN = "policy", "frozen"
+"""The component that is trained, and the folder of a policy that it steers in an export."""
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -121,6 +126,11 @@ class PolicyBundle(ActionBundle):
         """The facts of the policy with these settings of a recipe, without its weights."""
         kind, found = kind_in(folder_of(settings["path"]), settings["path"])
         return kind.facts_from(found)
+
+    @classmethod
+    def settings_in(cls, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of the class, from those in the file of an export in `folder`."""
+        return settings
 
     def reopened(self, folder: Path) -> PolicyBundle:
         return self.from_files(self.device, path=str(folder))
@@ -338,8 +348,137 @@ class FlowBundle(PolicyBundle):
         return described(FlowPolicy, settings, ContinuousActions(settings["actions"]), settings["chunk"])
 
 
+class ChunkDecoderBundle(PolicyBundle):
+    """A policy of chunks of continuous actions, which are decoded together by attention: the decoder of ACT."""
+
+    toy: ClassVar[Mapping[str, object]] = {"width": 16}
+
+    def __init__(
+        self,
+        device: torch.device = CPU,
+        seed: int = 0,
+        *,
+        observations: Mapping[str, tuple[int, ...]] | int,
+        actions: int,
+        chunk: int,
+        log_std: float = -0.5,
+        width: int = 64,
+        depth: int = 2,
+        heads: int = 4,
+        activation: Activation = "relu",
+    ) -> None:
+        """
+        Args:
+            seed: the seed of the run, from which the initial weights are drawn.
+            observations: length of the observation `state`, or shapes by key. Each key is a token.
+            actions: A, the dimensions of an action.
+            chunk: actions of one decision, C. The environment takes them one after another.
+            log_std: initial log of the std.
+            width: units of a token.
+            depth: layers of the decoder.
+            heads: heads of its attention.
+            activation: after the layer that makes a token.
+        """
+        positive(actions=actions, chunk=chunk, width=width, depth=depth, heads=heads)
+        if width % heads:
+            raise InvalidValueError(f"bundle.heads={heads} must divide bundle.width={width}, the units of all heads")
+        shapes, space, start = shapes_of(observations), ContinuousActions(actions), key_seed(seed, POLICY)
+        network = ChunkDecoderPolicy(shapes, space, chunk, width, depth, heads, activation, start, log_std)
+        settings = {"actions": actions, "chunk": chunk, "log_std": log_std, "width": width, "heads": heads}
+        super().__init__(network, shapes, settings, device=device, depth=depth, activation=activation)
+
+    @classmethod
+    def facts_from(cls, settings: Mapping[str, Any]) -> ActionFacts:
+        return described(ChunkDecoderPolicy, settings, ContinuousActions(settings["actions"]), settings["chunk"])
+
+
+class SteeredBundle(PolicyBundle):
+    """A policy that chooses the noise of a frozen flow policy, for SAC: DSRL (`unirl/models/policies/steering.py`)."""
+
+    toy: ClassVar[Mapping[str, object]] = {"width": 16}
+
+    def __init__(
+        self,
+        device: torch.device = CPU,
+        seed: int = 0,
+        *,
+        frozen: str,
+        bound: Annotated[float, msgspec.Meta(gt=0)] = 1.5,
+        shared: bool = False,
+        log_std: float = 0.0,
+        width: int = 128,
+        depth: int = 2,
+        activation: Activation = "relu",
+    ) -> None:
+        """
+        Args:
+            seed: the seed of the run, from which the initial weights are drawn.
+            frozen: the folder of an exported flow policy (`unirl export`), or `quickstart`. It is not trained.
+            bound: the largest size of a number of the noise. Flow policies learned from standard normal noise.
+            shared: all actions of a chunk get the same noise, so that fewer numbers are chosen.
+            log_std: initial log of the std.
+            width: units of a layer.
+            depth: layers before the output.
+            activation: after each layer.
+        """
+        positive(width=width, depth=depth)
+        inner = PolicyBundle.from_files(device, path=frozen)
+        chain, facts = checked_chain(inner.stage().policy, frozen), inner.facts
+        assert isinstance(facts.actions, ContinuousActions)
+        noise_size = chain.size // facts.chunk if shared else chain.size
+        network = SteeringPolicy(
+            facts.observations,
+            facts.actions,
+            facts.chunk,
+            noise_size,
+            width,
+            depth,
+            activation,
+            key_seed(seed, POLICY),
+            log_std,
+        )
+        settings = {"frozen": FROZEN, "bound": bound, "shared": shared, "log_std": log_std, "width": width}
+        super().__init__(
+            network,
+            facts.observations,
+            settings,
+            device=device,
+            depth=depth,
+            activation=activation,
+        )
+        del self.settings["observations"]
+        # Observations have the units of the data of the frozen policy.
+        statistics = {name: tensor for name, tensor in chain.named_buffers() if name.startswith("encoder.")}
+        network.load_state_dict(statistics, strict=False)
+        inner.trainable().requires_grad_(False)
+        self.inner, self.bound = inner, bound
+
+    @classmethod
+    def settings_in(cls, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+        return {**settings, "frozen": str(folder / settings["frozen"])}
+
+    @classmethod
+    def facts_from(cls, settings: Mapping[str, Any]) -> ActionFacts:
+        found = PolicyBundle.facts_from({"path": settings["frozen"]})
+        return replace(found, family=SteeringPolicy.__name__, is_squashed=True, has_entropy=False)
+
+    def stage(self) -> ActionStage:
+        network = self.trainable()
+        assert isinstance(network, PolicyNetwork)
+        return SteeredStage(network, self.facts, self.depth, self.activation, self.inner.stage(), self.bound)
+
+    def untrained(self) -> nn.Module:
+        settings = {name: value for name, value in self.settings.items() if name not in ("kind", "frozen")}
+        return SteeredBundle(frozen=self.inner.path, **settings).trainable()
+
+    def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> Path:
+        """Write both policies: the frozen one is in a folder beside the files of the trained one."""
+        self.inner.write(folder / FROZEN, self.inner.trainable().state_dict())
+        return super().write(folder, tensors)
+
+
 KINDS: Mapping[str, type[PolicyBundle]] = {
-    kind.__name__: kind for kind in (CategoricalBundle, GaussianBundle, FlowBundle)
+    kind.__name__: kind for kind in (CategoricalBundle, GaussianBundle, FlowBundle, ChunkDecoderBundle, SteeredBundle)
 }
 """The kinds of policies that an export may be, by name."""
 
@@ -367,4 +506,4 @@ def kind_in(folder: Path, path: str) -> tuple[type[PolicyBundle], dict[str, Any]
     kind = KINDS.get(settings.pop("kind", ""))
     if kind is None:
         raise NotFoundError(f"{folder / CONFIG}: kind must be one of {', '.join(KINDS)}. The file is no policy's")
-    return kind, settings
+    return kind, kind.settings_in(folder, settings)

@@ -199,6 +199,12 @@ class PolicyNetwork(nn.Module):
         outputs = {"actions": actions, "logp": self.log_prob(parameters, actions), **self.states(parameters)}
         return outputs | ({"entropy": self.entropy(parameters)} if entropy else {})
 
+    @property
+    def decision_size(self) -> int:
+        """Numbers of a decision of continuous actions, as critics read it."""
+        assert isinstance(self.actions, ContinuousActions)
+        return self.actions.size * self.chunk
+
     @abstractmethod
     def parameters_of(self, observations: Observations) -> Any:
         """The parameters of the distribution: a tensor [N, ...], or a tuple of such tensors."""

@@ -34,7 +34,7 @@ class ReplicaRolloutEngine(DedicatedEngine):
     """Samples with its own pipeline, `forward_batch_size` rows per forward."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
-        old_logp="native", snapshots=True, dedicated=True, adapters=True, tools=True
+        old_logp="native", snapshots=True, dedicated=True, adapters=True, tools=True, pauses=True
     )
     toy: ClassVar[Mapping[str, object]] = {"forward_batch_size": 8}
 

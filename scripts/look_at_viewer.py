@@ -25,7 +25,14 @@ from unirl.viewer.server import address_of, listening, serve
 
 WAIT_MS = 4000
 """Milliseconds for the parts of a page that come after its first part."""
-PAGES = {"run": "", "gallery": "/gallery", "pairs": "/pairs", "config": "/config", "system": "/system"}
+PAGES = {
+    "run": "",
+    "gallery": "/gallery",
+    "pairs": "/pairs",
+    "config": "/config",
+    "system": "/system",
+    "episodes": "/episodes",
+}
 
 
 @contextmanager

@@ -17,10 +17,11 @@ from unirl.cli.main import main
 from unirl.config.errors import UnreadableFileError
 from unirl.sde.guidance import Guidance
 from unirl.sde.kernels import FlowSDEStrategy
+from unirl.trainer.monitoring import MOST_VALUES, bounded
 from unirl.trainer.saved_rollouts import with_saved_rows
 from unirl.types.batch import named_tensors, with_named_tensors
 from unirl.types.rollout_resp import RolloutResp, RolloutTrack
-from unirl.types.segments import LatentSegment
+from unirl.types.segments import LatentSegment, TextSegment
 
 RUN = ("num_rollouts=3", "save_interval=2", "tracking.sample_steps=1", "tracking.max_samples=4")
 
@@ -64,6 +65,35 @@ def test_a_repeated_step_has_all_bits_of_the_recorded_one(step, start, recorded,
     assert ("train/grad_norm" in names) == (step == 2)  # the step before it was trained again, the step itself not
     rows = lines_of(tmp_path / "again" / "samples" / f"step-{step:06d}" / "manifest.jsonl")
     assert len(rows) > 4  # all samples of the step, not only those that the run kept
+
+
+def test_a_stored_sample_has_the_sigma_and_the_log_prob_of_each_stochastic_step(with_rows) -> None:
+    """As in the rows that the same step saved."""
+    tensors = load_file(next((with_rows / "rollouts").iterdir()))
+    [logp] = [tensor.tolist() for name, tensor in tensors.items() if name.endswith("segment.logp")]
+    rows = lines_of(with_rows / "samples" / "step-000002" / "manifest.jsonl")
+    assert rows and all(tuple(row["series"]["logp"]) in set(map(tuple, logp)) for row in rows)
+    for row in rows:
+        sigmas = row["series"]["sigma"]
+        assert (
+            len(sigmas) == len(logp[0]) and sigmas == sorted(sigmas, reverse=True) and 0 < sigmas[-1] < sigmas[0] <= 1
+        )
+
+
+def test_series_are_bounded_and_finite_and_leave_out_what_is_context_only() -> None:
+    text = TextSegment(
+        tokens=torch.arange(5),
+        logp=torch.tensor([-1.0, -2.0, -3.0, -4.0, -5.0]),
+        loss_mask=torch.tensor([True, False, True, True, True]),
+        offsets=torch.tensor([0, 3, 5]),
+        finished=torch.ones(2, dtype=torch.bool),
+        anchors={},
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+    )
+    assert text.series() == [{"logp": [-1.0, -3.0]}, {"logp": [-4.0, -5.0]}]
+    assert bounded({"a": [1.0] * (MOST_VALUES + 1), "b": [1.0, float("nan")], "c": []}) == {"a": (1.0,) * MOST_VALUES}
 
 
 def test_what_differs_is_named_and_the_status_says_so(recorded, tmp_path, capsys) -> None:
@@ -142,7 +172,7 @@ def test_bad_input_is_refused_with_the_way_out(recorded, tmp_path, capsys, words
 def with_rows(tmp_path_factory) -> Path:
     """A run that kept the rows of its second and last step."""
     folder = tmp_path_factory.mktemp("rows") / "run"
-    run(folder, "num_rollouts=2", "save_interval=1", "tracking.sample_steps=0", "tracking.save_rollouts=2")
+    run(folder, "num_rollouts=2", "save_interval=1", "tracking.sample_steps=2", "tracking.save_rollouts=2")
     return folder
 
 

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.recorded_runs import PROMPTS, record
+from tests.recorded_runs import PROMPTS, act, record
 from tests.viewer.serving import viewer
 from unirl.viewer.library import id_of
 
@@ -24,6 +24,7 @@ def root(tmp_path_factory):
     record(root / "failed", code=5)
     damaged = record(root / "damaged", code=None)
     (damaged / "eval/step-000006/scores.json").write_text("[")
+    act(shutil.copytree(root / "text", root / "acting"), step=8)
     (root / "text/config/resolved.yaml").write_text(f"num_rollouts: 8\nname: {json.dumps(HOSTILE)}\n")
     return root
 
@@ -71,13 +72,13 @@ def opened(page, root, name, part=""):
 
 
 def test_the_list_of_runs_is_searched_and_leads_to_a_run_and_a_comparison(page):
-    assert page.locator("tr[data-item]").count() == 5
+    assert page.locator("tr[data-item]").count() == 6
     page.keyboard.press("/")
     page.keyboard.type("failed")
     assert page.locator("tr[data-item]").count() == 1
     assert page.locator(".badge").inner_text() == "failed (5)"
     page.locator("input[type=search]").fill("finished")
-    assert page.locator("tr[data-item]").count() == 3
+    assert page.locator("tr[data-item]").count() == 4
     page.keyboard.press("Escape")
     page.keyboard.press("j")
     page.keyboard.press("Space")
@@ -145,6 +146,13 @@ def test_a_sample_shows_its_text_reward_and_lineage_without_acting_on_them(page,
     page.wait_for_selector("h1:has-text('Sample e:4@0:1')")
 
 
+def test_a_sample_shows_the_log_prob_and_the_sigma_of_each_step(page, root):
+    opened(page, root, "image", "/sample?kind=samples&step=8&row=2")
+    page.wait_for_selector("[data-chart='sigma'] canvas")
+    label = page.locator("[data-chart='logp'] [role=img]").get_attribute("aria-label")
+    assert label == "logp over stochastic step. Last: logp -1"
+
+
 def test_before_and_after_slide_over_each_other_and_space_flips_them(page, root):
     opened(page, root, "image", "/pairs")
     over = page.locator(".over").first
@@ -171,6 +179,17 @@ def test_videos_play(page, root):
     page.wait_for_function("() => document.querySelector('.shown video').currentTime > 0.1")
     page.keyboard.press("Space")
     assert medium.evaluate("video => video.paused")
+
+
+def test_episodes_are_listed_by_step_and_task_and_lead_to_their_samples(page, root):
+    opened(page, root, "acting", "/episodes")
+    assert page.locator("nav a[aria-current]").inner_text() == "Episodes"
+    by_step, by_task = page.locator("table").all()
+    assert by_step.locator("tbody tr").inner_text().split() == ["8", "training", "3", "0.250", "20", "33", "%"]
+    assert [row.split()[-2] for row in by_task.locator("tbody tr").all_inner_texts()] == ["50", "0"]
+    assert "training, step 8: success, reward 0.250, 20 steps" in page.locator("main").inner_text()
+    page.locator("a[data-item]").first.click()
+    page.wait_for_selector("h1:has-text('Sample t:0')")
 
 
 def test_settings_have_origins_and_differences(page, root):

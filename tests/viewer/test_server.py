@@ -10,7 +10,7 @@ from itertools import chain
 
 import pytest
 
-from tests.recorded_runs import PROMPTS, record
+from tests.recorded_runs import PROMPTS, act, record
 from tests.viewer.serving import NAMED, TOKEN, viewer
 from unirl.tracking.record import RunRecord
 from unirl.viewer import library as library_module
@@ -147,6 +147,45 @@ def test_a_sample_has_its_neighbours_and_its_lineage(root, tmp_path):
     ]  # fmt: skip
     assert [row["row"] for row in shown["siblings"]] == [0, 1, 2, 3]
     assert [(row["step"], row["sample_id"]) for row in held_out["history"]] == [(0, "e:1@0:1"), (6, "e:1@0:1")]
+
+
+def test_samples_with_parents_that_are_not_stored_stand_below_their_parents(root, tmp_path):
+    run = shutil.copytree(root / "image", tmp_path / "rewritten")
+    manifest = run / "samples/step-000006/manifest.jsonl"
+    rows = [json.loads(line) for line in manifest.read_text().splitlines()]
+    for n, (parent, rewrite) in enumerate((("a", "a long circle"), ("b", None), ("a", "a long circle"), ("b", None))):
+        rows[n] |= {"parent_id": parent, "track": "diffusion", "facts": {"rewrite": rewrite} if rewrite else {}}
+    manifest.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    with viewer(tmp_path) as served:
+        place = {"kind": "samples", "step": 6, "row": 2}
+        found = json.loads(served.ask(f"/api/runs/{id_of(run)}/sample", **place)[2])
+    assert [
+        (node["depth"], node["label"], node["text"].partition(",")[0], node["row"]) for node in found["lineage"]
+    ] == [
+        (0, "prompt", PROMPTS[0], None),
+        (1, "rewrite", "a long circle", None),
+        (2, "diffusion", "image t:0", 0),
+        (2, "diffusion", "image t:2", 2),
+        (1, "parent", "b", None),
+        (2, "diffusion", "image t:1", 1),
+        (2, "diffusion", "image t:3", 3),
+    ]
+
+
+def test_episodes_have_means_by_step_and_by_task_and_the_newest_come_first(root, tmp_path, data):
+    acting = shutil.copytree(root / "text", tmp_path / "acting")
+    rows = act(acting)
+    with viewer(tmp_path) as served:
+        found = json.loads(served.ask(f"/api/runs/{id_of(acting)}/episodes")[2])
+    assert found["steps"] == [
+        {"kind": "samples", "name": 6, "count": 3, "reward": pytest.approx(0.25), "length": 20.0, "success": 1 / 3}
+    ]
+    assert [(task["name"], task["count"], task["success"]) for task in found["tasks"]] == [
+        (PROMPTS[0], 2, 0.5),
+        ("start1", 1, 0.0),
+    ]
+    assert [row["sample_id"] for row in found["rows"]] == [row["sample_id"] for row in rows[:3]]
+    assert data(f"/api/runs/{id_of(root / 'image')}/episodes")["total"] == 0
 
 
 def test_before_and_after_pair_the_same_prompt_and_noise(root, data):

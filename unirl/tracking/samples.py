@@ -39,6 +39,8 @@ class SampleRow:
     """Number of optimizer updates after which the sampling weights were published."""
     facts: Mapping[str, Fact] = field(default_factory=dict)
     """Other facts, such as the number of tokens."""
+    series: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Values along the sample by name, such as log-probs by token or denoising step."""
     track: str = "image"
     parent_id: str | None = None
     medium: str = "image"

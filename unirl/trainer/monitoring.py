@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 RUN_METRICS = ("rollout/reward_mean", "rollout/reward_std", "rollout/reward_min", "rollout/reward_max")
 """Metrics of the last track that describe the run as a whole."""
+MOST_VALUES = 512
+"""Values of a series that are stored with a sample."""
 COMPONENTS = "reward/"
 """The beginning of the metrics of components."""
 SKIPPED = "train/skipped_updates"
@@ -253,6 +255,7 @@ def sample_rows(req: RolloutReq, track: RolloutTrack, name: str) -> tuple[Sample
     assert track.rewards is not None and track.advantages is not None
     facts, prompts, image_uris = facts_of(req, track), req.prompts(), req.prompt_image_uris()
     components = {**(track.component_rewards or {}), **(track.logged_rewards or {})}
+    series = track.segment.series()
     return tuple(
         SampleRow(
             sample_id=track.sample_ids[i],
@@ -265,10 +268,18 @@ def sample_rows(req: RolloutReq, track: RolloutTrack, name: str) -> tuple[Sample
             weight=float(track.weight[i]),
             weight_version=int(track.weight_version[i]),
             facts=facts[i],
+            series=bounded(series[i]),
             track=name,
+            parent_id=None if track.parent_ids is None else track.parent_ids[i],
         )
         for i in range(len(track))
     )
+
+
+def bounded(series: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, ...]]:
+    """The first MOST_VALUES values of each series. A series that is empty or not finite is left out."""
+    first = {name: tuple(values[:MOST_VALUES]) for name, values in series.items()}
+    return {name: values for name, values in first.items() if values and all(map(math.isfinite, values))}
 
 
 def facts_of(req: RolloutReq, track: RolloutTrack) -> list[Facts]:

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
@@ -45,6 +46,10 @@ class Segment(Batch):
     def facts(self) -> list[Facts]:
         """[B] facts about each row, to be shown in reports."""
         return [{}] * len(self)
+
+    def series(self) -> list[dict[str, list[float]]]:
+        """[B] values along each row, such as log-probs by token or step, to be shown in reports."""
+        return [{} for _ in range(len(self))]
 
     @property
     def positions(self) -> tuple[int, ...]:
@@ -89,6 +94,11 @@ class LatentSegment(Segment):
         if position not in self.indices:
             raise ValueError(f"trajectory position {position} is not stored; stored positions are {self.indices}")
         return self.latents[:, self.indices.index(position)]
+
+    def series(self) -> list[dict[str, list[float]]]:
+        """[B] sigma and log-prob at each stochastic step."""
+        sigmas = self.sigmas[list(self.sde_indices)].tolist()
+        return [{"sigma": sigmas, "logp": logp} for logp in self.logp.tolist()]
 
     @property
     def positions(self) -> tuple[int, ...]:
@@ -161,6 +171,11 @@ class PackedSegment(Segment):
         lengths = to_device(self.lengths, logp.device)
         counts = torch.where(self.loss_mask, weights.repeat_interleave(lengths, output_size=len(logp)), 0.0)
         return {self.elements: (torch.where(counts > 0, logp - self.logp, 0.0), counts)}
+
+    def series(self) -> list[dict[str, list[float]]]:
+        """[B] the log-probs of each row that count, in order."""
+        bounds = pairwise(self.offsets.tolist())
+        return [{"logp": self.logp[start:end][self.loss_mask[start:end]].tolist()} for start, end in bounds]
 
     def costs(self) -> Tensor | None:
         """[B] number of elements per row."""

@@ -11,7 +11,7 @@ import msgspec
 
 from unirl.tracking.streams import inert
 from unirl.types.secrets import redact
-from unirl.viewer import pages, samples
+from unirl.viewer import episodes, pages, samples
 from unirl.viewer.guard import App, Guard
 from unirl.viewer.library import NoSuchRun, RunLibrary
 
@@ -64,6 +64,7 @@ def _answers(library: RunLibrary) -> Mapping[str, Callable[[Request], object]]:
         "/api/runs/{id}/curves": on_part(pages.curves, pages.CurvesRequest),
         "/api/runs/{id}/samples": on_part(samples.samples, samples.SamplesRequest),
         "/api/runs/{id}/sample": on_part(samples.sample, samples.PlaceRequest),
+        "/api/runs/{id}/episodes": on_run(episodes.episodes),
         "/api/runs/{id}/pairs": on_part(samples.pairs, samples.PairsRequest),
         "/api/compare": on_several(pages.comparison, pages.ComparisonRequest),
         "/api/compare/samples": on_several(pages.compared_samples, pages.ComparisonRequest),

@@ -128,6 +128,7 @@ def sample(library: RunLibrary, id: str, request: PlaceRequest) -> dict[str, obj
             "siblings": [tile(record, each) for each in siblings],
             "history": [tile(record, each) for each in _in_other_evaluations(run.index, record, found)],
             "lineage": _lineage(found, stored),
+            "series": found.facts.series,
             "folder": stored.folder,
             "file": found.facts.file,
             "problems": record.problems,
@@ -247,6 +248,8 @@ def _in_other_evaluations(index: SampleIndex, record: RunRecord, found: IndexedS
 def _lineage(found: IndexedSample, stored: StoredSamples) -> list[dict[str, object]]:
     """The tree from the prompt to the sample and to what was made from it: depth, label, text and row of each node."""
     by_id = {row.sample_id: (n, row) for n, row in enumerate(stored.rows)}
+    if found.facts.parent_id is not None and found.facts.parent_id not in by_id:
+        return _tree(found, stored)
     line = [(found.row, found.facts)]
     while (parent := by_id.get(line[0][1].parent_id or "")) is not None and parent not in line:
         line.insert(0, parent)
@@ -261,6 +264,22 @@ def _lineage(found: IndexedSample, stored: StoredSamples) -> list[dict[str, obje
     children = [(n, row) for n, row in enumerate(stored.rows) if row.parent_id == found.facts.sample_id]
     nodes += [_node(depth, row.track, _summary(row), n) for n, row in children[:MAX_RELATED]]
     return nodes
+
+
+def _tree(found: IndexedSample, stored: StoredSamples) -> list[dict[str, object]]:
+    """The prompt, each parent of its samples, and below it the samples that were made from it.
+
+    For parents that are not stored themselves, such as rewrites: a sample has the id of its parent and its text.
+    """
+    own = found.facts
+    group = [(n, row) for n, row in enumerate(stored.rows) if row.group_id == own.group_id and row.track == own.track]
+    nodes = [_node(0, "prompt", own.prompt or own.group_id)]
+    for parent in dict.fromkeys(row.parent_id for _, row in group):
+        children = [(n, row) for n, row in group if row.parent_id == parent]
+        rewrite = children[0][1].facts.get(REWRITE)
+        nodes.append(_node(1, "parent", str(parent)) if rewrite is None else _node(1, "rewrite", str(rewrite)))
+        nodes += [_node(2, row.track, f"{_summary(row)}, reward {row.reward:.3g}", n) for n, row in children]
+    return nodes[: 2 * MAX_RELATED]
 
 
 def _node(depth: int, label: str, text: str, row: int | None = None) -> dict[str, object]:

@@ -9,7 +9,8 @@ export function head(run, title = "") {
   return [el("h1", {}, title ? `${title}: ` : "", run.name), el("p", {}, badge(run.status.state, run.status.code), " ",
     el("span", { class: "soft" }, [run.recipe, step, run.path].filter(Boolean).join(" - "))),
   run.status.reason ? el("p", { class: "notice bad" }, run.status.reason) : null,
-  run.remark ? el("p", { class: "notice" }, run.remark) : null];
+  run.remark ? el("p", { class: "notice" }, run.remark) : null,
+  title !== "Episodes" && run.names?.["env/return"] !== undefined ? el("p", {}, el("a", { href: `#/run/${run.id}/episodes` }, "Episodes")) : null];
 }
 
 export function put(main, ...parts) {

@@ -1,8 +1,11 @@
 // One sample: prompt, rewrite, medium, reward by component, the others of its prompt, and what it was made from.
 import { get, mediaAddress, sampleLink } from "./api.js";
+import { chart } from "./charts.js";
 import { el, facts, number, table } from "./dom.js";
 import { medium } from "./gallery.js";
 import { list, put } from "./head.js";
+
+const MEANINGS = { logp: "log-probability under the policy that sampled, nats", sigma: "noise level at which the step began" };
 
 export async function show({ main, id, signal, wanted, keys }) {
   const found = await get(`/api/runs/${id}/sample`, { kind: wanted.kind, step: wanted.step, row: wanted.row }, signal);
@@ -23,6 +26,9 @@ export async function show({ main, id, signal, wanted, keys }) {
           ["track", row.track], ["medium", row.medium], ["group", row.group_id], ...Object.entries(row.facts).map(([name, value]) => [name, String(value)])]),
         el("h2", {}, "Lineage"), el("ul", { class: "tree" }, found.lineage.map((node) => el("li", { "data-depth": Math.min(node.depth, 4), class: node.row === row.row ? "here" : null },
           el("span", { class: "soft" }, `${node.label}: `), node.row === null ? node.text : el("a", { href: sampleLink(id, { ...row, row: node.row }) }, node.text)))))),
+    Object.keys(found.series).length ? [el("h2", {}, "Along the sample"), el("div", { class: "charts" }, Object.entries(found.series).map(([name, values]) => chart({
+      title: name, meaning: MEANINGS[name] ?? "", x: values.map((_, n) => n + 1), xLabel: found.series.sigma ? "stochastic step" : "token or action",
+      lines: [{ label: name, values }] })))] : null,
     found.history.length > 1 ? [el("h2", {}, "The same prompt and noise in other evaluations"), strip(id, found.history, (each) => `step ${each.step}: `)] : null,
     others.length ? [el("h2", {}, `Other samples of this prompt (${others.length})`), strip(id, others, () => "")] : null);
   keys((event) => {

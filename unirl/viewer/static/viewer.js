@@ -6,11 +6,12 @@ import * as run from "./run.js";
 import * as gallery from "./gallery.js";
 import * as pairs from "./pairs.js";
 import * as sample from "./sample.js";
+import * as episodes from "./episodes.js";
 import * as config from "./config.js";
 import * as compare from "./compare.js";
 import * as system from "./system.js";
 
-const OF_RUN = { "": run, gallery, pairs, sample, config, system };
+const OF_RUN = { "": run, gallery, pairs, sample, episodes, config, system };
 const NAMES = [["", "Run"], ["gallery", "Gallery"], ["pairs", "Before and after"], ["config", "Settings"], ["system", "System"]];
 const main = document.getElementById("main");
 let leave = new AbortController();
@@ -29,6 +30,7 @@ function navigation({ id, page, wanted }) {
   const link = (href, text, here) => el("a", { href, "aria-current": here ? "page" : null }, text);
   const parts = [link("#/", "Runs", page === "runs")];
   if (id) parts.push(...NAMES.map(([name, text]) => link(`#/run/${id}${name ? `/${name}` : ""}`, text, page === name)));
+  if (page === "episodes") parts.push(link(`#/run/${id}/episodes`, "Episodes", true));
   if (page === "compare") parts.push(link(`#/compare?runs=${wanted.runs ?? ""}`, "Compare", true));
   document.getElementById("pages").replaceChildren(...parts);
 }

@@ -1,0 +1,69 @@
+"""The stored episodes of a run whose policy acts in an environment: by step, by task, and each one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+from statistics import fmean
+
+from unirl.tracking.sample_index import IndexedSample, Kind
+from unirl.tracking.samples import SampleRow
+from unirl.viewer.library import RunLibrary
+from unirl.viewer.samples import tile
+
+MAX_STEPS = 20
+"""Newest steps, and newest evaluations, whose episodes are read."""
+MAX_TILES = 60
+"""Newest episodes that are shown."""
+SUCCESS, LENGTH = "success", "steps"
+"""Facts of an episode: whether the environment reported success, and the number of its steps."""
+
+
+def episodes(library: RunLibrary, id: str) -> dict[str, object]:
+    """The newest stored episodes with their means by step and by task. Empty for a run without episodes."""
+    run = library.open(id)
+    with run.reading(tables=False) as record:
+        steps: list[tuple[Kind, int]] = [("eval", step) for step in record.evaluated[-MAX_STEPS:]]
+        steps += [("samples", step) for step in record.sampled[-MAX_STEPS:]]
+        found = [
+            IndexedSample(kind, step, n, row)
+            for kind, step in sorted(steps, key=lambda place: (-place[1], place[0]))
+            for n, row in enumerate(run.index.step(record, kind, step).rows)
+            if _is_episode(row)
+        ]
+        return {
+            "steps": _means(found, lambda each: (each.kind, each.step)),
+            "tasks": _means(found, lambda each: (each.kind, _task(each.facts))),
+            "rows": [tile(record, each) for each in islice(found, MAX_TILES)],
+            "total": len(found),
+            "problems": record.problems,
+        }
+
+
+def _is_episode(row: SampleRow) -> bool:
+    return all(isinstance(row.facts.get(name), (int, float)) for name in (SUCCESS, LENGTH))
+
+
+def _task(row: SampleRow) -> str:
+    """The instruction, or the name of the first state."""
+    return row.prompt or row.group_id.partition("@")[0]
+
+
+def _means(
+    found: Sequence[IndexedSample], key: Callable[[IndexedSample], tuple[Kind, int | str]]
+) -> list[dict[str, object]]:
+    """A row for each key, in the order of its first episode: number of episodes, mean reward, length and success."""
+    groups: dict[tuple[Kind, int | str], list[SampleRow]] = {}
+    for each in found:
+        groups.setdefault(key(each), []).append(each.facts)
+    return [
+        {
+            "kind": kind,
+            "name": name,
+            "count": len(rows),
+            "reward": fmean(row.reward for row in rows),
+            "length": fmean(float(row.facts[LENGTH]) for row in rows),
+            "success": fmean(float(row.facts[SUCCESS]) for row in rows),
+        }
+        for (kind, name), rows in groups.items()
+    ]

@@ -89,13 +89,26 @@ def step_seconds(folder: Path, runtime: str, steps: int, *overrides: str) -> lis
     return [row["time/step"] for row in rows]
 
 
-IN_TURNS: tuple[str, ...] = ("asynchronous.max_staleness=0", "reward_parts=1")
-PARTED = (f"reward_parts={PARTS}",)
-AHEAD = [(f"asynchronous.max_staleness={steps}", *PARTED) for steps in (0, 1, 2)]
-FREE = [(*each, "asynchronous.order=free") for each in AHEAD[1:]]
-CASES: dict[str, tuple[tuple[float, float, float], float, list[tuple[str, ...]]]] = {
-    "generate, score and train equally long": ((1.0, 1.0, 1.0), 0.0, [IN_TURNS, *AHEAD]),
-    "generate twice as long as train, score short": ((1.0, 0.1, 0.5), 0.0, [IN_TURNS, *AHEAD]),
+@dataclass(frozen=True)
+class Settings:
+    """How a run generates."""
+
+    max_staleness: int
+    reward_parts: int = PARTS
+    order: str = "fixed"
+
+    @property
+    def words(self) -> list[str]:
+        """The overrides of the recipe."""
+        words = [f"asynchronous.max_staleness={self.max_staleness}", f"reward_parts={self.reward_parts}"]
+        return [*words, f"asynchronous.order={self.order}"]
+
+
+AHEAD = [Settings(steps) for steps in (0, 1, 2)]
+FREE = [Settings(steps, order="free") for steps in (1, 2)]
+CASES: dict[str, tuple[tuple[float, float, float], float, list[Settings]]] = {
+    "generate, score and train equally long": ((1.0, 1.0, 1.0), 0.0, [Settings(0, reward_parts=1), *AHEAD]),
+    "generate twice as long as train, score short": ((1.0, 0.1, 0.5), 0.0, [Settings(0, reward_parts=1), *AHEAD]),
     "generate 0.4 and 1.6 times as long as train in turns, score short": ((1.0, 0.1, 1.0), 0.6, [*AHEAD[1:], *FREE]),
 }
 
@@ -107,20 +120,20 @@ def main(seconds: float, steps: int, runtime: str, cases: list[str], path: str |
     results = [row for row in known if row["case"] not in cases]
     with tempfile.TemporaryDirectory() as name:
         for case in cases:
-            shares, vary, settings = CASES[case]
+            shares, vary, runs = CASES[case]
             times = [seconds * share for share in shares]
             for key, value in zip(("GENERATE_S", "SCORE_S", "TRAIN_S"), times, strict=True):
                 os.environ[key] = str(value)
             os.environ["VARY"] = str(vary)
-            for overrides in settings:
-                measured = step_seconds(Path(name) / f"{len(results)}", runtime, steps, *overrides)
-                ahead = int(overrides[0].rpartition("=")[2])
+            for settings in runs:
+                measured = step_seconds(Path(name) / f"{len(results)}", runtime, steps, *settings.words)
+                ahead = settings.max_staleness
                 inner = measured[ahead + 1 : len(measured) - ahead]
                 mean = statistics.fmean(inner)
                 row = {
                     "case": case,
                     "generate_s, score_s, train_s": times,
-                    "settings": [word for word in overrides if word not in IN_TURNS],
+                    **vars(settings),
                     "step_s": round(mean, 3),
                     "over_the_longest_phase": round(mean / max(times), 3),
                     "steps": len(inner),

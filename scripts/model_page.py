@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from unirl.models.loading.checkpoint import TOY, DiffusersFamily
+from unirl.models.loading.checkpoint import RANDOM, TOY, DiffusersFamily
 from unirl.models.loading.estimate import ModelEstimate
 from unirl.sde.guidance import (
     EmbeddedGuidance,
@@ -114,7 +114,8 @@ def _condition_images(facts: LatentFacts) -> str:
 def _notes(family: DiffusersFamily) -> Iterator[str]:
     facts = family.facts(family.toys[TOY], 1)
     pipelines = _quoted((family.pipeline, *family.further_pipelines)) if family.pipeline else "none"
-    yield f"- pipelines of diffusers: {pipelines}; toys: {_quoted(tuple(family.toys))}"
+    toys = _quoted([name for name in family.toys if not name.startswith(RANDOM)])
+    yield f"- pipelines of diffusers: {pipelines}; toys: {toys}"
     yield f"- default LoRA targets: {_quoted(facts.lora_targets)}"
     yield f"- blocks that are sharded, checkpointed and compiled one by one: {_quoted(facts.block_class_names)}"
 

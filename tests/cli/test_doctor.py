@@ -81,7 +81,7 @@ def test_the_room_for_a_recipe_is_that_of_its_plan(capsys, monkeypatch, memory_g
 @pytest.mark.parametrize(("memory_gib", "fits"), [(500.0, True), (16.0, False)])
 def test_without_a_gpu_the_room_is_the_memory_of_the_machine(capsys, monkeypatch, memory_gib, fits):
     monkeypatch.setattr(doctor, "_download", lambda config: "")
-    monkeypatch.setattr(doctor, "memory_gib", lambda: memory_gib)
+    monkeypatch.setattr(doctor, "main_memory_gib", lambda: memory_gib)
     ok, detail = said(capsys, RECIPE, "num_devices=2", status=0 if fits else 3)["room"]
     assert ok == fits and f"2 processes on the CPU, with {memory_gib} GiB in all" in detail
 
@@ -137,7 +137,7 @@ def test_what_cannot_be_told_is_not_called_ok(capsys, monkeypatch):
 
 def test_a_machine_with_fewer_cores_than_processes_is_told_by_check_plan_and_doctor(capsys, monkeypatch):
     monkeypatch.setattr(threads.os, "cpu_count", lambda: 2)
-    monkeypatch.setattr(doctor, "memory_gib", lambda: 4096.0)
+    monkeypatch.setattr(doctor, "main_memory_gib", lambda: 4096.0)
     words = [RECIPE, "scale=toy", "num_devices=64", "batch_size=64"]
     assert main(["check", *words]) == main(["plan", *words]) == 0
     assert capsys.readouterr().err.count("a run here would start 64 processes for 2 CPU cores") == 2

@@ -172,4 +172,6 @@ def test_every_toy_has_its_number_of_condition_images() -> None:
     assert {name: WAN21.facts(toy, 4).condition_images for name, toy in WAN21.toys.items()} == {
         "toy": (0, 0),
         "toy-i2v": (1, 1),
+        **{f"random:Wan-AI/Wan2.1-T2V-{size}-Diffusers": (0, 0) for size in ("1.3B", "14B")},
+        **{f"random:Wan-AI/Wan2.1-I2V-14B-{size}-Diffusers": (1, 1) for size in ("480P", "720P")},
     }

@@ -55,7 +55,9 @@ def test_the_bottleneck_is_the_place_that_never_rests():
     assert prediction.busy["train"] == pytest.approx(2.0 / prediction.step_seconds)
 
 
-MEASURED = json.loads((ROOT / "benchmarks" / "asynchronous.json").read_text())["results"]
+RESULTS = json.loads((ROOT / "benchmarks" / "asynchronous.json").read_text())["results"]
+MEASURED = [row for row in RESULTS if not row["case"].startswith("generate 0.4")]
+"""The runs whose steps all have the same phases, which is what is simulated."""
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['case'][:8]}-{row['max_staleness']}")

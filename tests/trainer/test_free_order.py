@@ -17,7 +17,8 @@ from unirl.config.load import load
 from unirl.plan.preflight import preflight
 from unirl.rollout.engine.replica.engine import ReplicaRolloutEngine
 from unirl.trainer.assemble import build_trainer
-from unirl.trainer.free_generation import FreeGeneration
+from unirl.trainer.free_generation import FreeGeneration, too_old
+from unirl.trainer.generation import GenerationAhead
 from unirl.trainer.loop import Trainer
 
 COMMON = (
@@ -59,44 +60,59 @@ def ledger_of(folder: Path) -> list[dict]:
 
 @contextmanager
 def in_lockstep(monkeypatch, parts: int):
-    """In each step the engine samples so many parts beyond those that the loop waits for, or all that may be begun.
+    """The engine stops as soon as the step is there that the loop waits for, and samples `parts` parts more before the
+    loop learns, or all that may be begun.
 
-    The order of events is then known.
+    The order of events is then known, however fast the threads are.
     """
-    sample, take, learn = ReplicaRolloutEngine.sample, FreeGeneration.take, Trainer.learn
-    check, left, engines = FreeGeneration.check_age, [math.inf], []
+    sample, learn = ReplicaRolloutEngine.sample, Trainer.learn
+    left, generations = [math.inf], []
 
     def counted(engine, req):
         resp = sample(engine, req)
         left[0] -= 1
         if left[0] == 0:
-            engines[0].is_reserved = True  # the thread that samples has the engine, so nobody else looks at it
+            generations[0].engine.is_reserved = True  # the thread that samples has the engine: nobody else looks at it
         return resp
 
-    def taken(generation):
-        engines[:] = [generation.engine]
-        generated = take(generation)
-        generation.engine.reserve()
-        return generated
+    def given(generation, published, begun):
+        if not generations:
+            generations.append(generation)
+            put = generation.generated.put
+
+            def put_and_stop(item, **about):
+                put(item, **about)
+                if left[0] == math.inf:
+                    generation.engine.is_reserved = True
+
+            generation.generated.put = put_and_stop
+        if len(generation.generated):  # nothing is waited for
+            generation.engine.published = published
+        else:
+            generation.engine.give(published)
+        GenerationAhead.give_engine(generation, published, begun)
 
     def checked(generation, generated):
-        generation.engine.give(generation.engine.published)
+        old = too_old(generated.samples.everything()[1], generation.oldest)
+        if old:  # the loop may need the engine
+            generation.engine.give(generation.engine.published)
         check(generation, generated)
         generation.engine.reserve()
 
     def learned(trainer, step, resp):
         generation, left[0] = trainer.generation, parts
         generation.engine.give(generation.engine.published)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while left[0] > 0 and len(generation.generated) < generation.ahead and time.monotonic() < deadline:
             time.sleep(0.005)
         generation.engine.reserve()
         left[0] = math.inf
         learn(trainer, step, resp)
 
+    check = FreeGeneration.check_age
     with monkeypatch.context() as patch:
         patch.setattr(ReplicaRolloutEngine, "sample", counted)
-        patch.setattr(FreeGeneration, "take", taken)
+        patch.setattr(FreeGeneration, "give_engine", given)
         patch.setattr(FreeGeneration, "check_age", checked)
         patch.setattr(Trainer, "learn", learned)
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
@@ -11,12 +12,13 @@ from unirl.cli.arguments import RecipeArguments, parse_recipe, recipe_parser
 from unirl.cli.signals import stoppable_start
 from unirl.config.errors import ArgumentError, LostWorkerError, Preempted, StoppedAtStart, UsageError
 from unirl.config.failures import Session
+from unirl.config.ranks import TORCHRUN_ID
 from unirl.config.recipe_files import DOMAIN_OF
-from unirl.distributed.group.torchrun import LOST, TorchrunRank, release_ranks, torchrun_rank
 from unirl.tracking.streams import say
 
 if TYPE_CHECKING:
     from unirl.config.compose import ComposedConfig
+    from unirl.distributed.group.torchrun import TorchrunRank
 
 EXAMPLES = (
     "unirl train diffusion/quickstart",
@@ -51,26 +53,34 @@ def parsed(train: Entrypoint, domain: str | None = None) -> Callable[[list[str],
         parser.option("--resolve", action="store_true", help="with --cfg: fill in what ${...} stands for")
         parser.option("--dry-run", action="store_true", help="plan only, as `unirl plan`")
         arguments = parse_recipe(parser, argv)
-        own = torchrun_rank()
-        if own is None:
-            return _run(train, domain, arguments, session)
-        if own.rank:
-            from unirl.distributed.group.torchrun_worker import serve_rank
-
-            return serve_rank(own)
-        try:
-            return _run(train, domain, on_ranks(own, arguments), session)
-        except (StoppedAtStart, Preempted) as stopped:
-            if LOST:  # after which torchrun stops the other ranks
-                raise LostWorkerError(
-                    f"{LOST[0]} died, and torchrun stopped this run: {stopped}. torchrun reports the exit status of "
-                    "the rank"
-                ) from stopped
-            raise
-        finally:
-            release_ranks(own)
+        # Libraries are imported after the run can be stopped, but the ranks of torchrun need them to meet.
+        start = _run if TORCHRUN_ID not in os.environ else _run_as_rank
+        return start(train, domain, arguments, session)
 
     return command
+
+
+def _run_as_rank(train: Entrypoint, domain: str | None, arguments: RecipeArguments, session: Session) -> int:
+    """The part of one process that torchrun started."""
+    from unirl.distributed.group.torchrun import LOST, release_ranks, torchrun_rank
+
+    own = torchrun_rank()
+    assert own is not None, "TORCHRUN_ID is set"
+    if own.rank:
+        from unirl.distributed.group.torchrun_worker import serve_rank
+
+        return serve_rank(own)
+    try:
+        return _run(train, domain, on_ranks(own, arguments), session)
+    except (StoppedAtStart, Preempted) as stopped:
+        if LOST:  # after which torchrun stops the other ranks
+            raise LostWorkerError(
+                f"{LOST[0]} died, and torchrun stopped this run: {stopped}. torchrun reports the exit status of the "
+                "rank"
+            ) from stopped
+        raise
+    finally:
+        release_ranks(own)
 
 
 def _run(train: Entrypoint, domain: str | None, arguments: RecipeArguments, session: Session) -> int:

@@ -8,6 +8,8 @@ from typing import NoReturn
 
 from unirl.config.errors import GeometryError, InvalidValueError
 
+TORCHRUN_ID = "TORCHELASTIC_RUN_ID"
+"""A variable of the environment that only torchrun sets."""
 _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
 
 

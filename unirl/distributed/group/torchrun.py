@@ -23,10 +23,9 @@ from typing import Any
 import torch.distributed as dist
 
 from unirl.config.errors import InvalidValueError, RendezvousError, UnsupportedEnvironmentError
+from unirl.config.ranks import TORCHRUN_ID
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-STARTED_BY = "TORCHELASTIC_RUN_ID"
-"""A variable that only torchrun sets."""
 WAIT_FOR_DRIVER_S = 24 * 3600.0
 """Seconds for rank 0 to read and check the recipe. torchrun ends the other ranks if it fails."""
 STORE_S = 60.0
@@ -81,7 +80,7 @@ def torchrun_rank(environment: Mapping[str, str] | None = None) -> TorchrunRank 
         InvalidValueError: 2004 for a variable that is no number, or a rank outside WORLD_SIZE.
     """
     variables = os.environ if environment is None else environment
-    if STARTED_BY not in variables:
+    if TORCHRUN_ID not in variables:
         return None
     missing = [name for name in VARIABLES if not variables.get(name)]
     if missing:
@@ -99,7 +98,7 @@ def torchrun_rank(environment: Mapping[str, str] | None = None) -> TorchrunRank 
         local_rank=numbers["LOCAL_RANK"],
         address=variables["MASTER_ADDR"],
         port=numbers["MASTER_PORT"],
-        attempt=f"{variables[STARTED_BY]}/{variables.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+        attempt=f"{variables[TORCHRUN_ID]}/{variables.get('TORCHELASTIC_RESTART_COUNT', '0')}",
         local_world_size=int(variables.get("LOCAL_WORLD_SIZE") or numbers["WORLD_SIZE"]),
         hosts_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and numbers["RANK"] == 0,
     )

@@ -18,13 +18,12 @@ import pytest
 import torch
 
 from tests.processes import is_running, wait_until
-from unirl.cli import train as train_command
 from unirl.cli.main import run_command
 from unirl.cli.train import parsed
 from unirl.config.device_sets import DeviceSet
 from unirl.config.errors import LostWorkerError, StallError, StoppedAtStart, UniRLError, WorkerError
 from unirl.config.load import load
-from unirl.distributed.group import torchrun_pool
+from unirl.distributed.group import torchrun, torchrun_pool
 from unirl.distributed.group.dispatch import rank0, scatter
 from unirl.distributed.group.handle import Remote, submit
 from unirl.distributed.group.torchrun import DriverDoor, packed, torchrun_rank
@@ -170,7 +169,7 @@ def test_a_stop_by_torchrun_after_the_end_of_a_rank_names_this_rank(monkeypatch,
     here = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_PORT": free_port()}
     for name, value in (STARTED | here).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(train_command, "LOST", [lost] if lost else [])
+    monkeypatch.setattr(torchrun, "LOST", [lost] if lost else [])
 
     def stopped(*_: object) -> None:
         raise StoppedAtStart("SIGTERM")

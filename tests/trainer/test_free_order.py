@@ -210,7 +210,11 @@ def test_evaluations_have_the_engine_for_themselves(tmp_path, monkeypatch) -> No
 
     def noting(engine, req):
         busy.append((req.purpose, is_evaluating.is_set()))
-        return sample(engine, req)
+        resp = sample(engine, req)
+        if req.purpose == "r":
+            time.sleep(0.1)  # so that one is under way when an evaluation begins
+        busy.append((req.purpose, is_evaluating.is_set()))
+        return resp
 
     def evaluating(trainer):
         trainer.generation.take_engine()

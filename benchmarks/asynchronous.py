@@ -91,7 +91,7 @@ def step_seconds(folder: Path, runtime: str, steps: int, *overrides: str) -> lis
 
 @dataclass(frozen=True)
 class Settings:
-    """How a run generates."""
+    """The settings of a run that decide when samples are generated and scored."""
 
     max_staleness: int
     reward_parts: int = PARTS

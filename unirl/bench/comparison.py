@@ -91,7 +91,7 @@ def incomparable(first: BenchReport, second: BenchReport) -> list[str]:
 
 
 def differences(first: BenchReport, second: BenchReport) -> Iterator[str]:
-    """What differs between the two reports beside their figures, and may explain these."""
+    """Differences of settings and machines between the two reports, which may explain their figures."""
     pairs = {
         "engine": (first.engine, second.engine),
         "commit": (first.commit, second.commit),

@@ -29,7 +29,7 @@ PRODUCTS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a benchmark runs on."""
+    """The machine of a benchmark."""
 
     cpu: str
     """The processor by its own name."""

@@ -77,7 +77,7 @@ class StepWork:
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """How often it was measured."""
+    """The number of repeats, and of the steps in each of them."""
 
     warmup: int
     """Steps of each repeat before those that count."""

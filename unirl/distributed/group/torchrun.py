@@ -33,12 +33,12 @@ NO_POOL = "no pool"
 WAY = "Start it as: torchrun --nproc_per_node=N -m unirl.train_diffusion --config-name=RECIPE runtime=torchrun"
 
 LOST: list[str] = []
-"""What the driver knows of each rank that ended before it, as text."""
+"""The ranks that ended before the driver, each as the text of its worker."""
 
 
 @dataclass(frozen=True)
 class TorchrunRank:
-    """What torchrun tells a process."""
+    """The rank of a process and the address of its run, from the variables that torchrun sets."""
 
     rank: int
     world_size: int

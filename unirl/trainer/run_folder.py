@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shlex
 import textwrap
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
+from types import TracebackType
 
 import unirl
 from unirl.config.compose import ComposedConfig
@@ -66,7 +68,8 @@ def open_tracker(recipe: Recipe, root: Path, argv: Sequence[str], threads: Threa
             raise InvalidValueError(str(error)) from error
         except MirrorUnavailable as error:
             raise DependencyError(str(error)) from error
-        undo.enter_context(recorded_failure(run))
+        # Not a generator: one that `pop_all` drops is closed, and would record its own GeneratorExit.
+        undo.push(partial(record_failure, run.close))
         about = RunInfo(
             root=root,
             project=config.run.project,
@@ -87,6 +90,8 @@ def open_tracker(recipe: Recipe, root: Path, argv: Sequence[str], threads: Threa
             tracks=tracks_of(recipe),
             keep_samples=config.tracking.keep_samples,
         )
+        undo.pop_all()  # the tracker closes the folder and the mirrors
+        undo.push(partial(record_failure, tracker.finish))
         banner = banner_lines(recipe, root, threads)
         watched = [("metrics", mirror.url) for mirror in live if mirror.url]
         console.banner(f"unirl {unirl.__version__}  {recipe.file.name}  ->  {root}", [*banner, *watched])
@@ -124,15 +129,20 @@ def live_mirrors(config: TrackingConfig, undo: ExitStack) -> list[Mirror]:
     return mirrors
 
 
-@contextmanager
-def recorded_failure(run: RunDirectory) -> Iterator[None]:
-    """Write into run.json how the block ended, if it ended by an error or a stop signal."""
-    try:
-        yield
-    except BaseException as error:
+def record_failure(
+    end: Callable[[int, str], None],
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    _: TracebackType | None,
+) -> None:
+    """Write into run.json that a run ended before its first step, by an error or a stop signal.
+
+    Args:
+        end: records the exit status and the reason, and closes what is open.
+    """
+    if error is not None:
         with suppress(OSError):
-            run.close(failure_of(error).status, f"{type(error).__name__}: {error}")
-        raise
+            end(failure_of(error).status, f"{type(error).__name__}: {error}")
 
 
 def tracks_of(recipe: Recipe) -> tuple[str, ...]:

@@ -74,6 +74,6 @@ def test_in_free_order_steps_of_unequal_length_take_the_longest_mean(steps_ahead
     """Training takes 1.2 and generation 1.0 in the mean, so a queue hides generation; a fixed order waits each time."""
     schedule = {"reward_parts": 8, "lengths": UNEQUAL}
     free = step(1.0, 0.1, 1.2, sync=0.0, order="free", max_staleness=2, steps_ahead=steps_ahead, **schedule)
-    assert free == pytest.approx(1.2, rel=0.01)
+    assert 1.2 - 1e-9 <= free <= 1.2 + 1.6 / 8  # weights wait for the end of at most one part
     fixed = step(1.0, 0.1, 1.2, sync=0.0, max_staleness=2, **schedule)
     assert fixed == pytest.approx((1.6 + 1.2) / 2, rel=0.01)

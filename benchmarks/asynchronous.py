@@ -96,12 +96,13 @@ class Settings:
     max_staleness: int
     reward_parts: int = PARTS
     order: str = "fixed"
+    elastic: bool = False
 
     @property
     def words(self) -> list[str]:
         """The overrides of the recipe."""
         words = [f"asynchronous.max_staleness={self.max_staleness}", f"reward_parts={self.reward_parts}"]
-        return [*words, f"asynchronous.order={self.order}"]
+        return [*words, f"asynchronous.order={self.order}", f"asynchronous.elastic={str(self.elastic).lower()}"]
 
 
 AHEAD = [Settings(steps) for steps in (0, 1, 2)]
@@ -110,6 +111,11 @@ CASES: dict[str, tuple[tuple[float, float, float], float, list[Settings]]] = {
     "generate, score and train equally long": ((1.0, 1.0, 1.0), 0.0, [Settings(0, reward_parts=1), *AHEAD]),
     "generate twice as long as train, score short": ((1.0, 0.1, 0.5), 0.0, [Settings(0, reward_parts=1), *AHEAD]),
     "generate 0.4 and 1.6 times as long as train in turns, score short": ((1.0, 0.1, 1.0), 0.6, [*AHEAD[1:], *FREE]),
+    "generate 3 times as long as train, score short": (
+        (1.0, 1 / 30, 1 / 3),
+        0.0,
+        [Settings(1), Settings(1, elastic=True)],
+    ),
 }
 
 

@@ -258,16 +258,23 @@ def _policy_text(recipe: Recipe, sizes: RecipeSizes, device: str | None) -> str:
 
 
 def _nodes_text(placement: PlacementPlan) -> list[str]:
-    """The groups of nodes, and which role works on their devices in each phase. Empty without groups."""
-    rows = placement.rows_of_nodes()
-    if not rows:
+    """Which role works where in each phase: by groups of nodes, or by device sets. Empty if all roles share theirs."""
+    nodes, devices = placement.rows_of_nodes(), placement.rows_of_devices()
+    if nodes:
+        cells = [["group", "nodes", "devices", *nodes[0][3]]]
+        cells += [[label, where, words, *by_phase.values()] for label, where, words, by_phase in nodes]
+        return ["nodes      " + _table(cells)]
+    if len(devices) == 1:
         return []
-    phases = list(rows[0][3])
-    cells = [["group", "nodes", "devices", *phases]]
-    cells += [[label, nodes, devices, *by_phase.values()] for label, nodes, devices, by_phase in rows]
+    cells = [["devices", *devices[0][1]], *([words, *by_phase.values()] for words, by_phase in devices)]
+    return ["phases     " + _table(cells)]
+
+
+def _table(cells: Sequence[Sequence[str]]) -> str:
+    """Lines of cells in columns, indented as a section of the plan."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in cells]
-    return ["nodes      " + "\n           ".join(lines)]
+    return "\n           ".join(lines)
 
 
 def hardware_text(placement: PlacementPlan, device: Device) -> list[str]:

@@ -103,8 +103,13 @@ class AsynchronousConfig:
     slice_tokens: Annotated[int, Meta(ge=1)] | None = None
     """Tokens after which responses pause, so that the rest can come from newer weights; with order=free. null = a
     response comes from the weights that began it."""
+    elastic: bool = False
+    """The training devices sample some of the `reward_parts` of a step while they wait for samples, with a second
+    engine, which sleeps while they train. It changes no bit of a run. It needs an engine on devices of its own."""
 
     def __post_init__(self) -> None:
+        if self.elastic and self.is_free:
+            raise ValueError("elastic belongs to order=fixed: with order=free samples depend on timing already")
         if self.is_free and not self.max_staleness:
             raise ValueError("order=free lets the engine run ahead, so max_staleness must be >= 1, got 0")
         if not self.is_free and (self.steps_ahead is not None or self.too_old != "redraw"):
@@ -117,6 +122,11 @@ class AsynchronousConfig:
     def is_free(self) -> bool:
         """The engine does not wait for the end of a step."""
         return self.order == "free"
+
+    @property
+    def is_concurrent(self) -> bool:
+        """A thread of its own generates, beside that of the loop."""
+        return self.max_staleness > 0 or self.elastic
 
     @property
     def num_ahead(self) -> int:

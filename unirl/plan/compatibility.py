@@ -13,6 +13,7 @@ from unirl.algorithms.shared.mismatch import TokenTIS
 from unirl.config.build import build
 from unirl.config.errors import IncompatibleError
 from unirl.config.node import Node, nodes_below
+from unirl.config.node_groups import group_of_device
 from unirl.config.recipe import RecipeConfig
 from unirl.config.schema import dotted_name
 from unirl.plan.placement import PlacementPlan, Relation, capabilities_of
@@ -45,6 +46,7 @@ def check_compatibility(config: RecipeConfig, needs: Needs, plan: PlacementPlan)
         _eight_bit_problems,
         _backend_problems,
         _asynchronous_problems,
+        _elastic_problems,
         _modality_problems,
         _server_problems,
         _reward_gradient_problems,
@@ -231,6 +233,42 @@ def _asynchronous_problems(config: RecipeConfig, needs: Needs, plan: PlacementPl
         yield (
             f"{key} and weight_sync_interval={config.weight_sync_interval} both let samples be older than the weights. "
             "Set weight_sync_interval=1: weights then travel once a step, while nothing waits for them"
+        )
+    if config.row_transport == "collective":
+        yield (
+            f"{key}: row_transport=collective needs the sender of rows at the same time as their reader, and here both "
+            "are busy at different times. Set row_transport=object_store"
+        )
+
+
+def _elastic_problems(config: RecipeConfig, needs: Needs, plan: PlacementPlan) -> Iterator[str]:
+    """Devices that join another role take whole parts, and need an engine that samples the same bits everywhere."""
+    if not config.asynchronous.elastic:
+        return
+    key, engine = "asynchronous.elastic=true", config.rollout.class_name
+    if plan.relation != "separate":
+        yield (
+            f"{key} lets the training devices sample while they wait, and here the engine ({engine}) "
+            f"{SHARED[plan.relation]}, so nobody waits. Give it devices of its own, such as rollout=replica "
+            "num_devices=2 placement.train=0 placement.rollout=1, or set asynchronous.elastic=false"
+        )
+    if capabilities_of(config.rollout).remote:
+        yield (
+            f"{key}: {engine} samples in a server, which would need a second one on the training devices, beside the "
+            "weights that are trained. Use rollout=replica, or set asynchronous.elastic=false"
+        )
+    if config.reward_parts == 1:
+        yield (
+            f"{key} with reward_parts=1: devices that join sample whole parts of a step, and a step has one. Set "
+            "reward_parts to several times the number of device sets, such as reward_parts=8"
+        )
+    groups = config.node_groups or {}
+    labels = {group_of_device(groups, devices.indices[0]) for devices in (plan.train, plan.rollout)} if groups else ()
+    if len({groups[label].hardware for label in labels}) > 1:
+        yield (
+            f"{key} samples on the devices of train and of rollout, and these are of two kinds "
+            f"({' and '.join(sorted(labels))}), which round differently. Give both devices of one kind, or set "
+            "asynchronous.elastic=false"
         )
     if config.row_transport == "collective":
         yield (

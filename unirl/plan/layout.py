@@ -46,9 +46,9 @@ def check_layout(config: RecipeConfig, plan: PlacementPlan) -> None:
 
 
 def _check_reward_parts(config: RecipeConfig, plan: PlacementPlan) -> None:
-    """A reward that scores while the engine samples needs devices of its own."""
+    """A reward that scores while the engine samples needs devices of its own. Devices that join take parts anyway."""
     shared = [role for role in ("train", "rollout") if plan.device_sets[role].devices == plan.reward.devices]
-    if config.reward_parts > 1 and shared:
+    if config.reward_parts > 1 and shared and not config.asynchronous.elastic:
         raise IncompatibleError(
             f"reward_parts={config.reward_parts} scores one part of a step while the next is sampled, and the reward "
             f"shares {plan.reward.words} with {shared[-1]}, where they take turns. Write +placement.reward=cpu for a "

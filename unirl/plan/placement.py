@@ -51,6 +51,8 @@ class PlacementPlan:
     reward: DeviceSet
     relation: Relation
     node_groups: NodeGroups = field(default_factory=dict)
+    is_elastic: bool = False
+    """The training devices sample as well while they wait for samples."""
 
     @property
     def is_dedicated(self) -> bool:
@@ -85,23 +87,32 @@ class PlacementPlan:
         """What each part of each group of nodes does: (group, nodes, devices, phase -> roles that work there)."""
         rows = []
         for label, devices in devices_of_groups(self.node_groups).items():
-            parts = dict.fromkeys(
-                each.devices for each in self.device_sets.values() if {*each.indices} & {*devices} and len(each)
-            )
+            parts = [part for part in self._parts() if {*part.indices} & {*devices}]
             for part in parts:
                 if part.kind == "device":
                     own = DeviceSet("device", tuple(index for index in part.indices if index in devices))
                     rows.append((label, self.node_groups[label].words, own.words, self._roles_by_phase(part)))
         return rows
 
+    def rows_of_devices(self) -> list[tuple[str, dict[str, str]]]:
+        """What each device set does: (devices, phase -> roles that work there)."""
+        return [(self.words_of(part), self._roles_by_phase(part)) for part in self._parts()]
+
+    def _parts(self) -> list[DeviceSet]:
+        """The device sets of the roles, without regard to processes."""
+        return list(dict.fromkeys(each.devices for each in self.device_sets.values() if len(each)))
+
     def _roles_by_phase(self, part: DeviceSet) -> dict[str, str]:
         """The role that works on these devices in each phase of a step."""
         roles = {role for role, device_set in self.device_sets.items() if device_set.devices == part}
         synced = roles & {"train", "rollout"} if self.is_dedicated else set()
         by_phase = {"sync": synced, "generate": {"rollout"}, "reward": {"reward"}, "train": {"train"}}
-        return {
+        cells = {
             phase: _list(sorted(working & roles)) if working & roles else "-" for phase, working in by_phase.items()
         }
+        if self.is_elastic and part == self.train.devices:
+            cells["generate"] = "rollout, while train waits"
+        return cells
 
 
 def plan_of(config: RecipeConfig) -> PlacementPlan:
@@ -128,7 +139,12 @@ def plan_of(config: RecipeConfig) -> PlacementPlan:
     else:
         reward = device_set_at("reward", where, config.num_devices)
     plan = PlacementPlan(
-        train=train, rollout=rollout, reward=reward, relation=relation, node_groups=config.node_groups or {}
+        train=train,
+        rollout=rollout,
+        reward=reward,
+        relation=relation,
+        node_groups=config.node_groups or {},
+        is_elastic=config.asynchronous.elastic,
     )
     _check_overlaps(plan, config.num_devices)
     _check_all_used(plan, config.num_devices, config.node_groups or {})

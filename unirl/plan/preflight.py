@@ -258,6 +258,11 @@ def check_composition(recipe: Recipe) -> None:
             f"{' and '.join(recipe.policies)}. Leave rollout._target_ out. The engine of a policy is "
             f"{' or '.join(f'{name}.rollout' for name in recipe.policies)}"
         )
+    if recipe.engine is not None and recipe.config.asynchronous.elastic:
+        raise IncompatibleError(
+            f"asynchronous.elastic=true: the engines of {' and '.join(recipe.policies)} take turns within a part, and "
+            "only one engine can have a second one on the training devices. Set asynchronous.elastic=false"
+        )
 
 
 def check_tracks(recipe: Recipe) -> None:

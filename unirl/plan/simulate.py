@@ -4,6 +4,9 @@ It follows unirl/trainer/generation.py. In step s the loop waits until the engin
 The engine then generates step s + k in parts, and each part is scored as soon as it is generated. The loop waits for
 the samples and the scores of step s and trains on them. Devices do one thing at a time, in the order in which it was
 asked for. No process is started and nothing is measured here.
+
+In free order (unirl/trainer/free_generation.py) the loop takes the engine between two parts instead, and up to
+`steps_ahead` steps are under way, so steps of different lengths even out.
 """
 
 from __future__ import annotations
@@ -40,6 +43,16 @@ class LoopSchedule:
     reward_parts: int = 1
     reward_place: Place = "reward"
     """The devices that score: their own, or those of another role."""
+    order: Literal["fixed", "free"] = "fixed"
+    steps_ahead: int | None = None
+    """Steps that wait to be trained or are generated, in free order. None = max_staleness."""
+    lengths: Sequence[float] = (1.0,)
+    """The time of generation in steps 0, 1, ... over its mean, again and again."""
+
+    @property
+    def num_ahead(self) -> int:
+        """Steps that are begun before the weights learn from an earlier one."""
+        return self.steps_ahead or self.max_staleness
 
 
 @dataclass(frozen=True)
@@ -93,10 +106,15 @@ class Simulation:
         self._advance(self._with_end(task, end))
         return end
 
-    def work(self, place: Place, seconds: float) -> WorkEnd:
-        """Ask the devices of a place for so many seconds of work. Returns the event of its end."""
+    def work(self, place: Place, seconds: float, is_next: bool = False) -> WorkEnd:
+        """Ask the devices of a place for so many seconds of work. Returns the event of its end.
+
+        Args:
+            is_next: before what waits there already.
+        """
         event = WorkEnd()
-        self.places[place].queue.append((seconds, event))
+        queue = self.places[place].queue
+        (queue.appendleft if is_next else queue.append)((seconds, event))
         self._serve(place)
         return event
 
@@ -153,14 +171,15 @@ def _loop(simulation: Simulation, schedule: LoopSchedule, ends: list[float]) -> 
     generated: list[WorkEnd] = []
     scores: list[list[WorkEnd]] = []
     for step in range(STEPS):
-        if generated:
+        if generated and schedule.order == "fixed":
             yield generated[-1]
-        yield simulation.work("rollout", schedule.seconds.sync)
-        newest = step + schedule.max_staleness
-        for _ in range(0 if step == 0 else newest, newest + 1):
+        yield simulation.work("rollout", schedule.seconds.sync, is_next=schedule.order == "free")
+        while len(generated) <= step + schedule.num_ahead:
             previous = generated[-1] if generated else None
             scores.append([])
-            generated.append(simulation.start(_generation(simulation, schedule, previous, scores[-1])))
+            seconds = schedule.seconds.generate * schedule.lengths[len(generated) % len(schedule.lengths)]
+            task = _generation(simulation, schedule, seconds, previous, scores[-1])
+            generated.append(simulation.start(task))
         yield generated[step]
         yield from scores[step]
         yield simulation.work("train", schedule.seconds.train)
@@ -168,12 +187,16 @@ def _loop(simulation: Simulation, schedule: LoopSchedule, ends: list[float]) -> 
 
 
 def _generation(
-    simulation: Simulation, schedule: LoopSchedule, previous: WorkEnd | None, scores: list[WorkEnd]
+    simulation: Simulation, schedule: LoopSchedule, seconds: float, previous: WorkEnd | None, scores: list[WorkEnd]
 ) -> Task:
-    """The thread that generates one step after the one before it. The scores follow."""
+    """The thread that generates one step after the one before it. The scores follow.
+
+    Args:
+        seconds: the time of generation in this step.
+    """
     if previous is not None:
         yield previous
-    parts, seconds = schedule.reward_parts, schedule.seconds
+    parts = schedule.reward_parts
     for _ in range(parts):
-        yield simulation.work("rollout", seconds.generate / parts)
-        scores.append(simulation.work(schedule.reward_place, seconds.score / parts))
+        yield simulation.work("rollout", seconds / parts)
+        scores.append(simulation.work(schedule.reward_place, schedule.seconds.score / parts))

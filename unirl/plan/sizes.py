@@ -24,6 +24,7 @@ from unirl.models.loading.estimate import DecodingCost, Lengths, ModelEstimate, 
 from unirl.plan.compatibility import KEPT_BY
 from unirl.plan.cost import (
     MASTER_BYTES,
+    STEP_PHASES,
     MemoryRow,
     Network,
     Reward,
@@ -129,6 +130,8 @@ class RunSizes:
         own = memory_table(self.sizes, settings, resident_parts(self.placement))
         rows = [row for row in own if self.part.counts_reward or row.part != "reward"]
         here = [(home_of(self.placement, cast(MemoryPart, row.part)), row) for row in rows]
+        if self.placement.is_elastic:
+            here += [(self.placement.train.devices, joining(row)) for row in rows if row.part == "engine"]
         homes = {home for home, _ in here}
         return here + [(home, row) for home, others in self.beside.items() if home in homes for row in others]
 
@@ -176,6 +179,14 @@ class RunSizes:
         settings = _settings(config, placement, geometry, sizes, estimate)
         chooses_rows = FORWARD_ROWS in config.rollout.schema.keys
         return cls(placement, geometry, estimate, transfer, sizes, settings, part=part, chooses_rows=chooses_rows)
+
+
+def joining(row: MemoryRow) -> MemoryRow:
+    """The same row of the second engine, on the training devices. What always exists sleeps while these train."""
+    sleeps = all(row.gib.values())
+    awake = (*STEP_PHASES["sync"], *STEP_PHASES["generate"])
+    gib = {moment: size * (not sleeps or moment in awake) for moment, size in row.gib.items()}
+    return MemoryRow(f"{row.name} (elastic)", row.part, gib)
 
 
 def rows_beside(others: Mapping[str, RunSizes]) -> dict[DeviceSet, list[MemoryRow]]:

@@ -132,6 +132,7 @@ METRICS: Mapping[str, str] = {
     "time/sync": "transfer of weights to the engine",
     "time/wait": "waiting for samples, only with `asynchronous`. Phases then overlap, and their times may add up to "
     "more than the step",
+    "time/join": "sampling on the training devices while they wait, only with `asynchronous.elastic`",
     "time/eval": "evaluation since the previous line",
     "time/checkpoint": "saving since the previous line",
     "sync/version": "updates that the sampling weights have seen",

@@ -87,4 +87,4 @@ def generation_of(config: RecipeConfig, sampler: StepSampler) -> GenerationAhead
             sampler=sampler, pool=pool, is_concurrent=True, num_steps=config.num_rollouts,
             steps_ahead=settings.num_ahead, engine=sampler.engine, config=settings,
         )  # fmt: skip
-    return GenerationAhead(sampler, pool, settings.max_staleness > 0, config.num_rollouts, settings.num_ahead)
+    return GenerationAhead(sampler, pool, settings.is_concurrent, config.num_rollouts, settings.num_ahead)

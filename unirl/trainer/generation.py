@@ -110,10 +110,10 @@ class StepSampler:
                 self.engine.send_again(req)
 
     @contextmanager
-    def _turn(self, part: RolloutReq) -> Iterator[RolloutReq]:
+    def _turn(self, part: RolloutReq, timer: str | None) -> Iterator[RolloutReq]:
         """Has the engine for the block. Yields the part of a request with the weights that the engine has."""
         # In a phase of generation, the engine calls `Phases.turn`.
-        with self.engine.sampling(part) as sourced, self.phase("generate", self.learners[0].track):
+        with self.engine.sampling(part) as sourced, self.phase("generate", self.learners[0].track, timer):
             yield sourced
 
 
@@ -199,7 +199,7 @@ class GenerationAhead:
 
     def take_engine(self) -> None:
         """Keep the engine for the loop: here, wait until all steps that were begun are generated."""
-        with self.waiting():
+        with self.waiting(), self.sampler.scoring.sampling.lent():
             self.generated.wait_for(self.ahead)
 
     def remember_weights(self, step: int) -> None:
@@ -257,7 +257,8 @@ class GenerationAhead:
 
     def take(self) -> GeneratedStep:
         """The step after the one that was taken last, once it is generated. Raises the error of its generation."""
-        with self.waiting():
+        lent = nullcontext() if len(self.generated) else self.sampler.scoring.sampling.lent()
+        with self.waiting(), lent:
             generated = self.generated.take()
         self.ahead -= 1
         return generated

@@ -39,6 +39,7 @@ from unirl.trainer.monitoring import (
     sync_metrics,
 )
 from unirl.trainer.overlap import OverlappedScoring
+from unirl.trainer.part_sampling import JoiningEngine, PartSampling
 from unirl.trainer.profiling import profiled
 from unirl.trainer.refill import StepSamples
 from unirl.trainer.requests import RequestMaker
@@ -51,6 +52,12 @@ from unirl.types.protocols import State
 from unirl.types.results import values
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import AdvantageEstimator, RolloutResp
+
+
+def joining_engine(learners: Sequence[Learner]) -> JoiningEngine | None:
+    """The engine on the training devices, if the run has one. Only runs of one policy have."""
+    engines = [each.roles.joining for each in learners if each.roles.joining is not None]
+    return JoiningEngine(engines[0]) if engines else None
 
 
 class Trainer:
@@ -104,10 +111,10 @@ class Trainer:
             prompts=prompts,
             requests=requests,
             scoring=OverlappedScoring(
-                rollout=rollout,
+                sampling=PartSampling(pool=self.pool, rollout=rollout, joining=joining_engine(learners)),
                 reward=reward,
                 parts=config.reward_parts,
-                scores_at_once=self.max_staleness > 0,
+                scores_at_once=config.asynchronous.is_concurrent,
                 slice_tokens=config.asynchronous.slice_tokens,
             ),
             phase=phases,

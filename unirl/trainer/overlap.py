@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 from unirl.distributed.group.handle import PendingCall, submit
 from unirl.reward.service import RewardService, concat_scored
 from unirl.rollout.engine.base import RolloutEngine
+from unirl.trainer.part_sampling import PartSampling, SampledPart
 from unirl.trainer.requests import check_versions
-from unirl.trainer.slices import Turn, sampled_in_slices
+from unirl.trainer.slices import sampled_in_slices
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp
+
+TimedTurn = Callable[[RolloutReq, "str | None"], AbstractContextManager[RolloutReq]]
+"""Has the engine for a request in its block, and yields it with the weights that the engine has. Also given the name of
+the timer of the block; None: the block is not timed."""
 
 
 def in_parts(req: RolloutReq, count: int) -> list[RolloutReq]:
@@ -34,11 +41,13 @@ class ScoringUnderWay:
     """A request that is generated, and its scores, some of which are there."""
 
     reward: RewardService
+    numbers: Sequence[int]
+    """The number of each part in the request, in the order in which the parts were generated."""
     generated_at: Sequence[float]
-    """When each part was generated, in seconds of a monotonic clock."""
+    """When each part was generated, in the same order, in seconds of a monotonic clock."""
     pending: Sequence[PendingCall[RolloutResp]]
     """The parts that are being scored, the first ones."""
-    last: tuple[RolloutReq, RolloutResp] | None
+    last: SampledPart | None
     """The last part, which is not scored yet. None if it is pending like the others."""
 
     def scores(self) -> tuple[RolloutResp, dict[str, float]]:
@@ -49,14 +58,15 @@ class ScoringUnderWay:
             scored.append(self.reward.score_and_attach(*self.last))
         waited = time.perf_counter() - begin
         busy = [seconds_of(resp) for resp in scored]
-        return concat_scored(scored), queue_metrics(self.generated_at, busy, waited) if len(scored) > 1 else {}
+        in_order = [resp for _, resp in sorted(zip(self.numbers, scored, strict=True), key=lambda each: each[0])]
+        return concat_scored(in_order), queue_metrics(self.generated_at, busy, waited) if len(scored) > 1 else {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class OverlappedScoring:
     """Scores the first parts of a request while the engine generates the rest. The parts change no score."""
 
-    rollout: RolloutEngine
+    sampling: PartSampling
     reward: RewardService
     parts: int
     scores_at_once: bool
@@ -64,32 +74,41 @@ class OverlappedScoring:
     slice_tokens: int | None = None
     """Tokens after which responses pause. None: they do not."""
 
-    def generate(self, req: RolloutReq, turn: Turn) -> ScoringUnderWay:
+    def generate(self, req: RolloutReq, turn: TimedTurn) -> ScoringUnderWay:
         """Generate all samples. Each part but the last is sent to the reward as soon as it is generated.
 
         Args:
-            turn: has the engine for a part, and yields the part with the weights that the engine has.
+            turn: has the engine for a part, times its work, and yields the part with the weights that the engine has.
         """
+        parts = in_parts(req, self.parts)
+        numbers: list[int] = []
         generated_at: list[float] = []
         pending: list[PendingCall[RolloutResp]] = []
-        last: tuple[RolloutReq, RolloutResp] | None = None
-        for part in in_parts(req, self.parts):
-            if last is not None:
-                pending.append(submit(self.reward.score_and_attach, *last))
-            last = self._sampled(part, turn)
-            generated_at.append(time.perf_counter())
-        if self.scores_at_once:
-            assert last is not None, "a request has at least one part"
-            pending.append(submit(self.reward.score_and_attach, *last))
-            last = None
-        return ScoringUnderWay(reward=self.reward, generated_at=generated_at, pending=pending, last=last)
+        last: list[SampledPart] = []
 
-    def _sampled(self, part: RolloutReq, turn: Turn) -> tuple[RolloutReq, RolloutResp]:
+        def score(number: int, sampled: SampledPart) -> None:
+            numbers.append(number)
+            generated_at.append(time.perf_counter())
+            if self.scores_at_once or len(numbers) < len(parts):
+                pending.append(submit(self.reward.score_and_attach, *sampled))
+            else:
+                last.append(sampled)
+
+        self.sampling(parts, partial(self._sampled, turn), score)
+        return ScoringUnderWay(
+            reward=self.reward,
+            numbers=numbers,
+            generated_at=generated_at,
+            pending=pending,
+            last=last[0] if last else None,
+        )
+
+    def _sampled(self, turn: TimedTurn, part: RolloutReq, engine: RolloutEngine, timer: str | None) -> SampledPart:
         """The samples of a part, and the part with the weights that they come from."""
         if self.slice_tokens is not None:
-            return sampled_in_slices(part, turn, self.rollout, self.slice_tokens)
-        with turn(part) as sourced:
-            resp = self.rollout.generate(sourced)
+            return sampled_in_slices(part, lambda slices: turn(slices, timer), engine, self.slice_tokens)
+        with turn(part, timer) as sourced:
+            resp = engine.generate(sourced)
         check_versions(sourced, resp)
         return sourced, resp
 

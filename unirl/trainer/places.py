@@ -3,6 +3,7 @@
 trainside    train devices:  bundle pipeline stage backend algorithm stack rollout
 dedicated    train devices:  bundle stage backend algorithm stack sender   (only the trained module of the model)
              engine devices: bundle pipeline rollout                       (the whole model)
+elastic      the same, and on the train devices a second bundle, pipeline, rollout and sender
 
 A policy of several tracks has a stage, a loss and a stack for each of them, and one stack that trains them together.
 """
@@ -17,13 +18,15 @@ from typing import Any, TypeVar, cast
 
 from unirl.algorithms.base import StageAlgorithm
 from unirl.config.build import build
+from unirl.config.errors import IncompatibleError
 from unirl.config.node import Node
 from unirl.config.recipe import RecipeConfig
 from unirl.distributed import current
 from unirl.distributed.group.base import Pool
 from unirl.distributed.group.handle import Group, Handle, Remote, Siblings
-from unirl.distributed.weight_sync.base import NoSync
+from unirl.distributed.weight_sync.base import NoSync, WeightSync
 from unirl.distributed.weight_sync.endpoints import WeightSender
+from unirl.distributed.weight_sync.joint import JointSync
 from unirl.models.base import Bundle, Pipeline
 from unirl.models.denoising.bundle import DiffusionBundle
 from unirl.models.denoising.differentiable import DifferentiableStage
@@ -31,7 +34,7 @@ from unirl.models.denoising.pipeline import DiffusionPipeline
 from unirl.plan.placement import PlacementPlan, capabilities_of
 from unirl.plan.preflight import KnownModel, needs_of
 from unirl.reward.service import RewardService
-from unirl.rollout.engine.base import RolloutEngine
+from unirl.rollout.engine.base import DedicatedEngine, RolloutEngine
 from unirl.train.backend.base import TrainBackend
 from unirl.train.stack import TrainStack
 from unirl.train.unified_model_stack import OF_TRACKS, UnifiedModelStack
@@ -176,16 +179,52 @@ def place_dedicated(places: Places, reward: RewardService) -> Roles:
     stage = places.made(train, "canary", canary_stage, bundle=bundle)
     sender = places.made(train, "sender", WeightSender, weights=backend, stage=stage, engine_in_process=colocated)
     assert config.sync is not None, "preflight refuses a dedicated engine without a sync block"
+    sync: WeightSync = build(config.sync, train=sender, rollout=rollout)
+    joining = None
+    if config.asynchronous.elastic:
+        check_equal_devices(train, engine)
+        joining, own_sync = place_joining(places, train, backend, stage)
+        sync = JointSync(sync, own_sync, joining)
     return Roles(
         rollout=rollout,
         reward=reward,
         stacks=training.stacks,
         shared_stack=training.shared_stack,
         backend=backend,
-        sync=build(config.sync, train=sender, rollout=rollout),
+        sync=sync,
         train_ranks=train.num_ranks,
         has_own_weights=True,
+        joining=joining,
     )
+
+
+def place_joining(
+    places: Places, train: Group, backend: TrainBackend, stage: object
+) -> tuple[DedicatedEngine, WeightSync]:
+    """A second engine on the training devices, asleep, and what brings the weights to it within each process."""
+    config = places.config
+    assert config.sync is not None, "preflight refuses a dedicated engine without a sync block"
+    bundle = places.node(train, "joining_bundle", Bundle, engine_bundle_node(config), seed=config.seed)
+    pipeline = places.node(train, "joining_pipeline", Pipeline, config.pipeline, bundle=bundle)
+    given = {"pipeline": pipeline, "run_dir": places.run_dir}
+    engine = cast(DedicatedEngine, places.node(train, "joining_rollout", RolloutEngine, config.rollout, **given))
+    here = train.role_here(named(places.policy, "joining_rollout")) or engine
+    sender = places.made(train, "joining_sender", WeightSender, weights=backend, stage=stage, engine_in_process=here)
+    block = replace(config.sync, values={**config.sync.values, "transport": "auto"})
+    sync: WeightSync = build(block, train=sender, rollout=engine)
+    engine.sleep()
+    return engine, sync
+
+
+def check_equal_devices(train: Group, engine: Group) -> None:
+    """Refuses devices of two kinds, on which a sample could have other bits. Raises IncompatibleError."""
+    kinds = (train.device_kind(), engine.device_kind())
+    if kinds[0].comparable != kinds[1].comparable:
+        raise IncompatibleError(
+            f"asynchronous.elastic=true samples on the devices of train ({kinds[0]}) and of rollout ({kinds[1]}), "
+            "which round differently, so samples would depend on timing. Give both devices of one kind, or set "
+            "asynchronous.elastic=false"
+        )
 
 
 def updates_of_run(config: RecipeConfig, num_tracks: int) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import cast, get_args
 
@@ -40,6 +40,8 @@ class Roles:
     """Data-parallel ranks of the stack."""
     has_own_weights: bool = False
     """The engine samples from a copy of the weights, which `sync` carries to it."""
+    joining: DedicatedEngine | None = None
+    """A second engine, on the training devices, which samples while they wait (`asynchronous.elastic`)."""
 
     @property
     def stack(self) -> TrainStack:
@@ -115,16 +117,18 @@ class Phases:
             residency.enter(phases[name])
 
     @contextmanager
-    def __call__(self, name: str, track: str | None = None) -> Iterator[None]:
+    def __call__(self, name: str, track: str | None = None, timer: str | None = "") -> Iterator[None]:
         """Time the block, bring in the parts that it needs, and end it when it passes its deadline.
 
         Args:
             track: the only policy that works in this phase; None = all.
+            timer: the name that the time gets if it is not that of the phase. None: the block is not timed.
 
         Raises:
             MemoryShortageError: 5002 if memory runs out in the block.
         """
-        with self.timers.phase(name), self.pool.watch(name):
+        timed = nullcontext() if timer is None else self.timers.phase(timer or name)
+        with timed, self.pool.watch(name):
             try:
                 self._enter(name, track)
                 yield

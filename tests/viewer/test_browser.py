@@ -153,6 +153,34 @@ def test_a_sample_shows_the_log_prob_and_the_sigma_of_each_step(page, root):
     assert label == "logp over stochastic step. Last: logp -1"
 
 
+def test_the_tokens_of_a_text_are_coloured_by_a_value_of_each(page, root):
+    opened(page, root, "text", "/sample?kind=samples&step=8&row=2")
+    marks = page.locator(".tokens .token")
+    assert marks.all_inner_texts()[:2] == ["<b>big</b>", " an<U+202E>swer"]
+    classes = lambda: [mark.split()[-1] for mark in marks.evaluate_all("nodes => nodes.map((node) => node.className)")]  # noqa: E731
+    assert classes() == ["above-2", "above-2", "above-2", "read", "above-2"]  # half of the largest of the prompt
+    page.get_by_label("Colour by").select_option("log_ratio")
+    assert classes() == ["above-4", "below-2", "below-0", "read", "above-1"]
+    assert marks.nth(1).get_attribute("title") == "token 2: log-ratio -0.100"
+    page.get_by_label("Colour by").select_option("logp")
+    assert classes() == ["below-1", "below-1", "below-0", "read", "below-4"]
+    page.get_by_text("Table of the 5 tokens").click()
+    assert page.locator("details tbody tr").nth(1).inner_text().split() == [
+        "2",
+        "an<U+202E>swer",
+        "0.500",
+        "-0.100",
+        "-1",
+    ]
+    lines = page.eval_on_selector_all(
+        ".below-1, .above-1", "nodes => nodes.map((node) => getComputedStyle(node).borderBottomStyle)"
+    )
+    assert set(lines) == {"dotted"}
+    assert page.locator("[data-lacks]").count() == 0
+    opened(page, root, "text", "/sample?kind=eval&step=8&row=2")
+    assert "Evaluations record no tokens" in page.locator("[data-lacks=tokens]").inner_text()
+
+
 def test_before_and_after_slide_over_each_other_and_space_flips_them(page, root):
     opened(page, root, "image", "/pairs")
     over = page.locator(".over").first

@@ -31,11 +31,15 @@ import torch  # noqa: E402
 from torch.nn.functional import avg_pool2d, pad  # noqa: E402
 
 from benchmarks.harness import machine  # noqa: E402
+from unirl.config.watching import WatchConfig  # noqa: E402
 from unirl.reward.base import RewardScorer, single  # noqa: E402
 from unirl.tracking.tables import read_rows  # noqa: E402
+from unirl.trainer.watchdog import EPISODES, SIGNS, Course, History  # noqa: E402
 from unirl.types.protocols import Capabilities  # noqa: E402
 from unirl.types.reward import RewardRequest, RewardResponse  # noqa: E402
 
+MEASURED = ("detail.grows", "diversity.collapse", "length.drift")
+"""The alarms about the measures whose courses are recorded. They are judged again with the thresholds of today."""
 WITHIN = 10
 """Steps after the onset within which the alarm must begin."""
 
@@ -128,6 +132,25 @@ def run(name: str, seed: int) -> dict[str, Any]:
     return {"case": name, "seed": seed, "alarms": alarms, "courses": {k: v for k, v in courses.items() if v}}
 
 
+def alarms_of(run: Mapping[str, Any]) -> dict[str, int]:
+    """The step at which each alarm about a recorded measure begins, with the thresholds of today."""
+    # Samples of policies that act are episodes, which some signs leave out.
+    acts = {EPISODES: 0.0} if CASES[run["case"]].recipe.startswith("embodied/") else {}
+    steps, evaluations, first = History(), History(), {}
+    rows: dict[int, dict[str, float]] = {}
+    for metric, points in run["courses"].items():
+        for step, value in points:
+            rows.setdefault(int(step), {"step": step, **acts})[metric] = value
+    for step, row in sorted(rows.items()):
+        steps.add({name: value for name, value in row.items() if not name.startswith("eval/")})
+        evaluations.add({name: value for name, value in row.items() if name.startswith(("eval/", "step"))})
+        for sign in SIGNS:
+            is_new = sign.name in MEASURED and sign.name not in first
+            if is_new and sign.look(Course(steps, evaluations), WatchConfig()) is not None:
+                first[sign.name] = step
+    return first
+
+
 def onset(run: Mapping[str, Any], clean: Sequence[Mapping[str, Any]]) -> int | None:
     """The first step at which the measure of a gamed run is beyond those of all clean runs of its recipe."""
     measure = CASES[run["case"]].measure
@@ -144,7 +167,9 @@ def judged(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     rows = []
     for each in runs:
         case = CASES[each["case"]]
-        first = {alarm["alarm"]: alarm["step"] for alarm in reversed(each["alarms"])}
+        raised = {alarm["alarm"]: alarm["step"] for alarm in reversed(each["alarms"])}
+        others = {name: step for name, step in raised.items() if name not in MEASURED}
+        first = {**others, **alarms_of(each)}
         row = {"case": each["case"], "seed": each["seed"], "alarms": first}
         if not case.alarm:
             rows.append(row | {"right": not first})
@@ -173,6 +198,8 @@ def main() -> int:
                 content |= {"machine": machine(), "judged": judged(content["runs"])}
                 options.out.write_text(json.dumps(content, indent=1) + "\n")
                 print(content["judged"][-1], flush=True)
+    content["judged"] = judged(content["runs"])
+    options.out.write_text(json.dumps(content, indent=1) + "\n")
     return 0 if all(each["right"] for each in judged(content["runs"])) else 1
 
 

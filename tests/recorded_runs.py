@@ -31,6 +31,20 @@ MEDIA = {
 }
 
 
+PIECES = ("<b>big</b>", " an\u202eswer", "\n", "tool says 7", "<|end|>")
+ALONG = {
+    "image": lambda i: {"series": {"logp": (-1.0, -0.5 * i), "sigma": (0.9, 0.6)}},
+    "text": lambda i: {
+        "series": {"logp": (-1.0, -0.5 * i, 0.0, -4.0), "log_ratio": (0.2, -0.1, 0.0, 0.05)},
+        "pieces": PIECES,
+        "context": (3,),
+        "advantage": (-1.0, -0.5, 0.5, 1.0)[i],
+    },
+    "video": lambda i: {},
+}
+"""What is recorded of training sample i along its tokens or steps, by medium."""
+
+
 def evaluation(level: float, media: Batch, prompts: tuple[str, ...] = PROMPTS) -> EvalResult:
     """Two samples per prompt. The reward of prompt p rises by `level` x (p + 1) / 10."""
     rewards = torch.tensor([0.1 * p + 0.02 * s + level * (p + 1) / 10 for p in range(len(prompts)) for s in (0, 1)])
@@ -74,7 +88,7 @@ def record(
             prompt=prompts[0],
             reward=i / 4,
             rewards={"shape": i / 8},
-            series={"logp": (-1.0, -0.5 * i), "sigma": (0.9, 0.6)} if medium == "image" else {},
+            **ALONG[medium](i),
         )
         for i in range(4)
     )

@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from tests.models.texts import TEXTS, request, rollout
 from unirl.config.errors import ConfigError, DataError
+from unirl.models.language.chat import TextCodec
 from unirl.models.language.tools import Calculator
 from unirl.models.qwen3.family import Qwen3Bundle, Qwen3Pipeline
 from unirl.types.sampling import ARSamplingParams
@@ -41,6 +45,27 @@ def test_a_prompt_is_what_the_chat_template_makes_of_it(bundle: Qwen3Bundle) -> 
 
 def test_without_chat_a_prompt_is_fed_as_it_is(bundle: Qwen3Bundle) -> None:
     assert read(Qwen3Pipeline(bundle, chat=False), "1+1=") == "1+1="
+
+
+def test_pieces_of_tokens_join_to_their_text_and_a_character_belongs_to_its_last_token(bundle: Qwen3Bundle) -> None:
+    """Also of bytes that are no text: a random policy writes them."""
+    codec = bundle.codec
+    assert codec.pieces(codec.encode("a\u20ac b")) == ("a", "", "", "\u20ac", " ", "b")
+    assert codec.pieces([*codec.encode("1"), *codec.ends[:1]]) == ("1", codec.spell(codec.ends[:1]))
+    generator = torch.Generator().manual_seed(0)
+    for count in range(12):
+        tokens = torch.randint(0, 256, (count,), generator=generator).tolist()
+        pieces = codec.pieces(tokens)
+        assert (len(pieces), "".join(pieces)) == (count, codec.spell(tokens))
+
+
+def test_pieces_keep_the_space_that_a_tokenizer_of_words_writes_between_two_tokens() -> None:
+    """As Llama's: the decoder drops the space at the beginning of a text."""
+    words = Tokenizer(WordLevel({"_a": 0, "_b": 1, "c": 2}))
+    words.decoder = decoders.Metaspace(replacement="_", prepend_scheme="always")
+    codec = TextCodec(PreTrainedTokenizerFast(tokenizer_object=words), ends=())
+    assert codec.spell([0, 1, 2]) == "a bc"
+    assert codec.pieces([0, 1, 2]) == ("a", " b", "c")
 
 
 def test_a_chat_is_told_of_the_tools(bundle: Qwen3Bundle) -> None:

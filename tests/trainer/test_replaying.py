@@ -93,6 +93,7 @@ def test_series_are_bounded_and_finite_and_leave_out_what_is_context_only() -> N
         top_k=0,
     )
     assert text.series() == [{"logp": [-1.0, -3.0]}, {"logp": [-4.0, -5.0]}]
+    assert (text.written(), text.context()) == ([[0, 1, 2], [3, 4]], [[1], []])
     assert bounded({"a": [1.0] * (MOST_VALUES + 1), "b": [1.0, float("nan")], "c": []}) == {"a": (1.0,) * MOST_VALUES}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import signal
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tests.source_tree import ROOT
 from unirl.cli.main import main
 from unirl.config.errors import ConfigError, DataError, Preempted
 from unirl.config.load import load
+from unirl.models.loading.toy_tokenizers import qwen3_tokenizer
 from unirl.plan.preflight import preflight
 from unirl.tracking.media import metrics_of_evaluation, read_samples
 from unirl.tracking.tables import read_rows
@@ -98,11 +100,14 @@ def test_kept_samples_are_the_step_s_texts_with_their_facts(finished) -> None:
     folder = finished / "samples/step-000002"
     rows = list(read_rows(folder / "manifest.jsonl"))
     table = read_samples(rows, folder)
+    specials = "|".join(map(re.escape, qwen3_tokenizer().all_special_tokens))
     assert len(rows) == 16 and {row.track for row in table.rows} == {"text"}
     for row, text in zip(table.rows, table.media.texts, strict=True):
         even = sum(ord(letter) % 2 == 0 for letter in text) / max(len(text), 1)
         assert row.reward == pytest.approx(even, abs=1e-6)
         assert row.facts["finished"] or row.facts["tokens"] == 12
+        assert re.sub(specials, "", "".join(row.pieces)) == text
+        assert len(row.pieces) == row.facts["tokens"] == len(row.series["logp"]) and row.context == ()
     page = (folder / "samples.md").read_text()
     assert all(f"`{row.sample_id}`" in page for row in table.rows)
 

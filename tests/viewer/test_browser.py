@@ -153,6 +153,34 @@ def test_a_sample_shows_the_log_prob_and_the_sigma_of_each_step(page, root):
     assert label == "logp over stochastic step. Last: logp -1"
 
 
+def test_the_tokens_of_a_text_are_coloured_by_a_value_of_each(page, root):
+    opened(page, root, "text", "/sample?kind=samples&step=8&row=2")
+    marks = page.locator(".tokens .token")
+    assert marks.all_inner_texts()[:2] == ["<b>big</b>", " an<U+202E>swer"]
+    classes = lambda: [mark.split()[-1] for mark in marks.evaluate_all("nodes => nodes.map((node) => node.className)")]  # noqa: E731
+    assert classes() == ["above-2", "above-2", "above-2", "read", "above-2"]  # half of the largest of the prompt
+    page.get_by_label("Colour by").select_option("log_ratio")
+    assert classes() == ["above-4", "below-2", "below-0", "read", "above-1"]
+    assert marks.nth(1).get_attribute("title") == "token 2: log-ratio -0.100"
+    page.get_by_label("Colour by").select_option("logp")
+    assert classes() == ["below-1", "below-1", "below-0", "read", "below-4"]
+    page.get_by_text("Table of the 5 tokens").click()
+    assert page.locator("details tbody tr").nth(1).inner_text().split() == [
+        "2",
+        "an<U+202E>swer",
+        "0.500",
+        "-0.100",
+        "-1",
+    ]
+    lines = page.eval_on_selector_all(
+        ".below-1, .above-1", "nodes => nodes.map((node) => getComputedStyle(node).borderBottomStyle)"
+    )
+    assert set(lines) == {"dotted"}
+    assert page.locator("[data-lacks]").count() == 0
+    opened(page, root, "text", "/sample?kind=eval&step=8&row=2")
+    assert "Evaluations record no tokens" in page.locator("[data-lacks=tokens]").inner_text()
+
+
 def test_before_and_after_slide_over_each_other_and_space_flips_them(page, root):
     opened(page, root, "image", "/pairs")
     over = page.locator(".over").first
@@ -260,46 +288,75 @@ def test_a_live_run_shows_new_steps_by_itself(browser, tmp_path):
     assert "training 0.750" in label
 
 
-COLOURS = """() => [...document.querySelectorAll("h1, p, a, .soft, .badge, label, button, .caption")].map((node) => {
-  let at = node;
-  while (at && getComputedStyle(at).backgroundColor === "rgba(0, 0, 0, 0)") at = at.parentElement;
-  const ground = getComputedStyle(at ?? document.body).backgroundColor;
-  return [getComputedStyle(node).color, ground, node.textContent.slice(0, 30)];
-})"""
+COLOURS = """() => {
+  const pen = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const texts = "h1, h2, p, a, dt, dd, th, td, pre, .soft, .badge, label, button, .caption, .token, .tree li, " +
+    "figcaption, .u-legend *";
+  return [...document.querySelectorAll(texts)].filter((node) => node.textContent.trim()).map((node) => {
+    const grounds = [];
+    for (let at = node; at; at = at.parentElement) grounds.unshift(getComputedStyle(at).backgroundColor);
+    pen.clearRect(0, 0, 1, 1);
+    for (const colour of grounds) {
+      pen.fillStyle = colour;
+      pen.fillRect(0, 0, 1, 1);
+    }
+    const ground = [...pen.getImageData(0, 0, 1, 1).data];
+    pen.fillStyle = getComputedStyle(node).color;
+    pen.fillRect(0, 0, 1, 1);
+    return [[...pen.getImageData(0, 0, 1, 1).data], ground, `${node.className} ${node.textContent.slice(0, 30)}`];
+  });
+}"""
+"""Ink and ground of each text as the browser paints them, with the transparent layers between."""
 NAMELESS = """() => [...document.querySelectorAll("input, select, button, img, video")].filter(
   (node) => !(node.labels?.length || node.ariaLabel || node.textContent.trim() || node.alt)
 ).map((node) => node.outerHTML)"""
 
 
 def luminance(colour):
-    """Relative luminance of `rgb(r, g, b)` (WCAG 2.1)."""
-    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+    """Relative luminance of red, green and blue from 0 to 255 (WCAG 2.1)."""
+    parts = [part / 255 for part in colour[:3]]
     linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(ink, ground):
+    high, low = sorted((luminance(ink), luminance(ground)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+PAGES = {
+    "": ("image", "[data-chart='Reward'] canvas"),
+    "/gallery": ("failed", ".tile"),
+    "/pairs": ("image", ".side"),
+    "/config": ("image", "h2:has-text('All settings')"),
+    "/system": ("image", "td"),
+    "/episodes": ("acting", "td"),
+    "/sample?kind=eval&step=8&row=0": ("image", ".tree"),
+    "/sample?kind=samples&step=8&row=3": ("text", ".token"),
+}
+"""Each page of a run, a run that has it, and what shows that it is complete."""
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_texts_have_contrast_and_controls_have_names(page, root, theme):
     while theme not in page.locator("#theme").inner_text():
         page.locator("#theme").click()
-    opened(page, root, "failed", "/gallery")
-    page.wait_for_selector(".tile")
-    pairs = page.evaluate(COLOURS)
-    assert len(pairs) > 50
-    for ink, ground, text in pairs:
-        high, low = sorted((luminance(ink), luminance(ground)), reverse=True)
-        assert (high + 0.05) / (low + 0.05) >= 4.5, (ink, ground, text)
-    nameless = page.evaluate(NAMELESS)
-    assert nameless == []
+    for part, (name, complete) in PAGES.items():
+        opened(page, root, name, part)
+        page.wait_for_selector(complete)
+        pairs = page.evaluate(COLOURS)
+        assert len(pairs) > 30
+        assert [text for ink, ground, text in pairs if contrast(ink, ground) < 4.5] == [], part
+        assert page.evaluate(NAMELESS) == [], part
     focused = page.locator("#theme")
     focused.focus()
     page.keyboard.press("Tab")
     assert page.evaluate("() => getComputedStyle(document.activeElement).outlineStyle") == "solid"
 
 
-@pytest.mark.parametrize("part", ["", "/gallery", "/pairs", "/config", "/system", "/sample?kind=eval&step=8&row=0"])
+@pytest.mark.parametrize("part", PAGES)
 def test_pages_fit_a_phone(page, root, part):
     page.set_viewport_size({"width": 375, "height": 700})
-    opened(page, root, "image", part)
+    opened(page, root, PAGES[part][0], part)
     page.wait_for_timeout(300)
     assert page.evaluate("() => document.documentElement.scrollWidth") <= 375

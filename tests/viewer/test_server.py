@@ -10,7 +10,7 @@ from itertools import chain
 
 import pytest
 
-from tests.recorded_runs import PROMPTS, act, record
+from tests.recorded_runs import PIECES, PROMPTS, act, record
 from tests.viewer.serving import NAMED, TOKEN, viewer
 from unirl.tracking.record import RunRecord
 from unirl.viewer import library as library_module
@@ -362,3 +362,19 @@ def test_a_running_run_shows_each_new_step(root, tmp_path, monkeypatch):
         (copy / "cut").write_text("".join(lines[:3]))
         os.replace(copy / "cut", copy / "metrics.jsonl")
         assert json.loads(served.ask(path)[2])["count"] == 3
+
+
+def test_tokens_are_inert_and_those_of_a_secret_are_left_out(root, tmp_path):
+    """A secret has several tokens, of which none looks like one."""
+    copy = shutil.copytree(root / "text", tmp_path / "told")
+    manifest = copy / "samples/step-000006/manifest.jsonl"
+    rows = [json.loads(line) for line in manifest.read_text().splitlines()]
+    rows[1]["pieces"] = ["key: ", "hf_", "AbCdEfGhIjKlMnOp", "QrStUvWxYz0123456789"]
+    manifest.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    with viewer(tmp_path) as served:
+        told = [
+            json.loads(served.ask(f"/api/runs/{id_of(copy)}/sample", kind="samples", step=6, row=row)[2])["tokens"]
+            for row in (0, 1)
+        ]
+    assert told[0] == {"pieces": [PIECES[0], " an<U+202E>swer", *PIECES[2:]], "context": [3], "has_secret": False}
+    assert told[1] == {"pieces": [], "context": [], "has_secret": True}

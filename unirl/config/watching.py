@@ -48,7 +48,7 @@ class WatchConfig:
     """Share of its first value that a component must have lost while the reward rose."""
     diversity_ratio: Below1 = 0.25
     """Diversity of samples over that of the first ones, below which it has collapsed."""
-    detail_ratio: Above1 = 1.6
+    detail_ratio: Above1 = 1.5
     """Energy of the finest detail of images over that of the first ones, above which it is an artefact."""
     length_ratio: Above1 = 1.25
     """Factor by which the mean length of responses must have grown or shrunk."""

@@ -95,6 +95,10 @@ class Bundle(ABC):
         """The policy of a track. One network may be several policies, such as one of text and one of images."""
         return self.stage()
 
+    def spell(self, tokens: Sequence[int]) -> tuple[str, ...]:
+        """The text of each token. Empty for a model that writes no texts."""
+        return ()
+
     def saved(self) -> SavedWeights:
         """The weights of the trained module as the checkpoint stores them, readable row by row."""
         raise NotImplementedError(f"{type(self).__name__} cannot fill a module that was built without storage")

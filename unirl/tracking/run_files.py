@@ -225,7 +225,10 @@ def numbers(row: Mapping[str, object]) -> dict[str, float]:
 def object_of(line: bytes) -> Row | None:
     """The JSON object of a line. None if it is anything else."""
     try:
-        row = json.loads(line)
-    except DAMAGED:
-        return None
+        row = msgspec.json.decode(line)
+    except (msgspec.DecodeError, *DAMAGED):  # stricter than json about NaN and encodings
+        try:
+            row = json.loads(line)
+        except DAMAGED:
+            return None
     return row if isinstance(row, dict) else None

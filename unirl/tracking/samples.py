@@ -41,6 +41,10 @@ class SampleRow:
     """Other facts, such as the number of tokens."""
     series: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """Values along the sample by name, such as log-probs by token or denoising step."""
+    pieces: tuple[str, ...] = ()
+    """The text of each token, where a policy wrote the sample as tokens."""
+    context: tuple[int, ...] = ()
+    """The pieces that the policy did not write, such as answers of tools. They have no value in `series`."""
     track: str = "image"
     parent_id: str | None = None
     medium: str = "image"

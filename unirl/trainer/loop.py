@@ -189,7 +189,7 @@ class Trainer:
         selected = samples.select(req, resp, self.track)
         self.monitor.account(step + 1, req, resp, selected)
         credited = self.credit(step, selected.resp, resp)
-        self.monitor.keep_samples(step + 1, selected.req, credited, self.rollout.preview)
+        self.monitor.keep_samples(step + 1, selected.req, credited, self.rollout)
         self.monitor.keep_rows(step + 1, credited, self.rollout.rows)
         return credited
 

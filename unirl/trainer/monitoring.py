@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -35,6 +35,14 @@ MOST_VALUES = 512
 COMPONENTS = "reward/"
 """The beginning of the metrics of components."""
 SKIPPED = "train/skipped_updates"
+
+
+class ShowsSamples(Protocol):
+    """What a rollout engine does for people who look at its samples."""
+
+    def preview(self, decoded: Decoded) -> Preview: ...
+
+    def spell(self, rows: Sequence[Sequence[int]]) -> list[tuple[str, ...]]: ...
 
 
 @dataclass
@@ -86,9 +94,7 @@ class Monitor:
         if selected.missing:
             self._warn_of_padding(selected.missing)
 
-    def keep_samples(
-        self, done: int, req: RolloutReq, resp: RolloutResp, preview: Callable[[Decoded], Preview]
-    ) -> None:
+    def keep_samples(self, done: int, req: RolloutReq, resp: RolloutResp, engine: ShowsSamples) -> None:
         """Write a few scored samples of the step into the run directory, every `tracking.sample_steps` steps.
 
         The samples of the last step are always kept, unless `tracking.sample_steps` is 0.
@@ -104,8 +110,9 @@ class Monitor:
             assert track.decoded is not None and track.rewards is not None, "an engine decodes what it samples"
             step = StepRewards(len(track), float(track.rewards.double().mean()))
             chosen = spread_rows(req.group_ids, self.config.tracking.max_samples)
-            media = media_of(preview(track.decoded.select(chosen)))
-            rows = sample_rows(req.select(chosen), track.select(chosen), self.track)
+            media = media_of(engine.preview(track.decoded.select(chosen)))
+            req, track = req.select(chosen), track.select(chosen)
+            rows = spelled(sample_rows(req, track, self.track), track, engine)
             self.tracker.samples(done, SampleTable(rows, media, step))
 
     def keep_rows(self, done: int, resp: RolloutResp, read: ReadRows) -> None:
@@ -273,6 +280,18 @@ def sample_rows(req: RolloutReq, track: RolloutTrack, name: str) -> tuple[Sample
             parent_id=None if track.parent_ids is None else track.parent_ids[i],
         )
         for i in range(len(track))
+    )
+
+
+def spelled(rows: Sequence[SampleRow], track: RolloutTrack, engine: ShowsSamples) -> tuple[SampleRow, ...]:
+    """The rows with the texts of their first MOST_VALUES tokens, if they are texts."""
+    tokens = [row[:MOST_VALUES] for row in track.segment.written()]
+    if not any(tokens):
+        return tuple(rows)
+    parts = zip(rows, engine.spell(tokens), track.segment.context(), strict=True)
+    return tuple(
+        replace(row, pieces=pieces, context=tuple(place for place in context if place < len(pieces)))
+        for row, pieces, context in parts
     )
 
 

@@ -51,6 +51,14 @@ class Segment(Batch):
         """[B] values along each row, such as log-probs by token or step, to be shown in reports."""
         return [{} for _ in range(len(self))]
 
+    def written(self) -> list[list[int]]:
+        """[B] the tokens of each row that make up a text. Empty for rows that are no texts."""
+        return [[] for _ in range(len(self))]
+
+    def context(self) -> list[list[int]]:
+        """[B] the positions in `written` that the policy read and did not write, such as answers of tools."""
+        return [[] for _ in range(len(self))]
+
     @property
     def positions(self) -> tuple[int, ...]:
         """The positions of the denoising trajectory that `trace` shows. Empty for samples without one."""
@@ -177,6 +185,10 @@ class PackedSegment(Segment):
         bounds = pairwise(self.offsets.tolist())
         return [{"logp": self.logp[start:end][self.loss_mask[start:end]].tolist()} for start, end in bounds]
 
+    def context(self) -> list[list[int]]:
+        masks = torch.split(self.loss_mask, self.lengths.tolist())
+        return [torch.nonzero(~mask)[:, 0].tolist() for mask in masks]
+
     def costs(self) -> Tensor | None:
         """[B] number of elements per row."""
         return self.lengths
@@ -221,6 +233,9 @@ class TextSegment(PackedSegment):
         rows = zip(self.lengths.tolist(), self.finished.tolist(), strict=True)
         return [{"tokens": tokens, "finished": finished} for tokens, finished in rows]
 
+    def written(self) -> list[list[int]]:
+        return [row.tolist() for row in torch.split(self.tokens, self.lengths.tolist())]
+
 
 @dataclass(kw_only=True, eq=False)
 class ImageTokenSegment(TextSegment):
@@ -240,6 +255,10 @@ class ImageTokenSegment(TextSegment):
     def facts(self) -> list[Facts]:
         """No facts: the number of tokens says nothing about an image."""
         return [{}] * len(self)
+
+    def written(self) -> list[list[int]]:
+        """No text."""
+        return [[] for _ in range(len(self))]
 
     def costs(self) -> Tensor | None:
         """[B] number of tokens per row, those of the unconditional branch included."""

@@ -11,6 +11,7 @@ from unirl.media.images import PLAIN_PIXELS, is_plain, open_header
 from unirl.tracking.record import RunRecord, StoredSamples
 from unirl.tracking.sample_index import IndexedSample, Kind, SampleIndex, SampleQuery
 from unirl.tracking.samples import REWRITE, SampleGroup, SampleRow, groups_of
+from unirl.types.secrets import redact
 from unirl.viewer.library import RunLibrary
 
 MAX_PAGE = 200
@@ -129,10 +130,25 @@ def sample(library: RunLibrary, id: str, request: PlaceRequest) -> dict[str, obj
             "history": [tile(record, each) for each in _in_other_evaluations(run.index, record, found)],
             "lineage": _lineage(found, stored),
             "series": found.facts.series,
+            "tokens": tokens_of(found.facts),
             "folder": stored.folder,
             "file": found.facts.file,
             "problems": record.problems,
         }
+
+
+def tokens_of(row: SampleRow) -> dict[str, object]:
+    """The texts of the tokens of a sample, and which of them the policy did not write.
+
+    Tokens are masked one by one, and a secret has several, so those of a text with a secret are left out.
+    """
+    text = "".join(row.pieces)
+    has_secret = redact(text) != text
+    return {
+        "pieces": () if has_secret else row.pieces,
+        "context": () if has_secret else row.context,
+        "has_secret": has_secret,
+    }
 
 
 def pairs(library: RunLibrary, id: str, request: PairsRequest) -> dict[str, object]:

@@ -225,6 +225,9 @@ class LanguageBundle(Bundle):
         """The stage that samples and replays responses with the trained network."""
         return ARStage(self.trainable(), self.facts, self.codec, self.dtype, tools, use_cuda_graphs)
 
+    def spell(self, tokens: Sequence[int]) -> tuple[str, ...]:
+        return self.codec.pieces(tokens)
+
     def saved(self) -> SavedWeights:
         if self.path in self.toys:
             return ModuleWeights(self.untrained())

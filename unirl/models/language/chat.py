@@ -19,6 +19,8 @@ class ContentPart(TypedDict, total=False):
     text: str
 
 
+UNFINISHED = "\ufffd"
+"""The end of a text whose last token is only a part of a character."""
 Content = str | list[ContentPart]
 """The content of a user's message."""
 
@@ -42,6 +44,22 @@ class TextCodec:
     def spell(self, tokens: Sequence[int]) -> str:
         """The text of tokens with special tokens written out. Stop strings are searched in this text."""
         return self.tokenizer.decode(list(tokens), skip_special_tokens=False)
+
+    def pieces(self, tokens: Sequence[int]) -> tuple[str, ...]:
+        """The text that each token adds to those before it. Together they are `spell(tokens)`.
+
+        A character of several tokens belongs to the last of them, and the others have "".
+        """
+        pieces: list[str] = []
+        before = start = 0  # tokenizers of words write a space only after another token
+        for end in range(1, len(tokens) + 1):
+            known, text = self.spell(tokens[before:start]), self.spell(tokens[before:end])
+            if text.endswith(UNFINISHED) and end < len(tokens):
+                pieces.append("")
+                continue
+            pieces.append(text[len(known) :])
+            before, start = start, end
+        return tuple(pieces)
 
 
 @dataclass(frozen=True)

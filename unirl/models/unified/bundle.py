@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -68,6 +69,9 @@ class UnifiedBundle(DiffusersBundle):
     def codec_of(self, track: str) -> TextCodec:
         """The tokenizer of a text, with the tokens that end it."""
         return self.codec
+
+    def spell(self, tokens: Sequence[int]) -> tuple[str, ...]:
+        return self.codec.pieces(tokens)
 
     def denoiser(self) -> UnifiedDenoiser:
         return UnifiedDenoiser(self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -54,6 +55,11 @@ class RolloutEngine(ABC):
     def trace(self, track: RolloutTrack) -> VideoPreviews:
         """The latents of each row at the stored positions of its trajectory, as the frames of a small video."""
         return track.segment.trace().preview()
+
+    @rank0
+    def spell(self, rows: Sequence[Sequence[int]]) -> list[tuple[str, ...]]:
+        """The text of each token of each row. Empty for an engine whose model writes no texts."""
+        return [()] * len(rows)
 
     @rank0
     def rows(self, track: RolloutTrack, name: str) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ import { el, number } from "./dom.js";
 // Okabe and Ito's palette, in which people with any common colour blindness can tell lines apart.
 const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#999999"];
 const HEIGHT = 220;
+const WHOLE = [...Array(12).keys()].flatMap((power) => [1, 2, 5].map((first) => first * 10 ** power));
 const charts = new Set();
 
 export const colour = (index) => COLOURS[index % COLOURS.length];
@@ -25,7 +26,7 @@ function probe(variable) {
 
 function axes(label) {
   const stroke = probe("--soft"), grid = { stroke: probe("--line"), width: 1 };
-  return [{ stroke, grid, ticks: grid, label, labelSize: 18, size: 34 },
+  return [{ stroke, grid, ticks: grid, label, labelSize: 18, size: 34, incrs: WHOLE },
     { stroke, grid, ticks: grid, size: 62, values: (u, values) => values.map((value) => (value === null ? "" : compact(value))) }];
 }
 
@@ -90,7 +91,7 @@ function options(width, large, x, xLabel, lines, stacked, dashed) {
 // The values that an axis shows: a little more than those of the lines, also if these are all equal.
 function around(u, low, high) {
   if (low === null) return [0, 1];
-  const margin = high > low ? 0.06 * (high - low) : Math.max(Math.abs(high) * 0.1, 1e-9);
+  const margin = high > low ? 0.06 * (high - low) : Math.abs(high) * 0.1 || 1;
   return [low - margin, high + margin];
 }
 

@@ -62,24 +62,22 @@ export function outcomeTable(differences, level) {
 }
 
 function rewards(content, run, components) {
-  const made = [];
-  const tracks = Object.keys(content.columns).filter((name) => name.endsWith("rollout/reward_mean"));
-  for (const name of tracks) {
-    const lines = [{ label: "training", values: content.columns[name], spread: content.columns[name.replace("_mean", "_std")] }];
-    const held = content.evaluations["eval/reward_mean"];
-    const title = name.startsWith("rollout/") ? "Reward" : `Reward, ${name.split("/")[0]}`;
-    const data = name === tracks[0] ? withHeldOut(content, lines, held, content.evaluations["eval/reward_stderr"]) : { x: content.steps, lines };
-    made.push(chart({ title, meaning: "mean of the step's samples and their standard deviation; held out: mean and standard error", ...data, large: true }));
-  }
-  if (!tracks.length && content.evaluations["eval/reward_mean"]) {
-    made.push(chart({ title: "Reward", meaning: "held out", x: content.evaluation_steps, lines: [{ label: "held out", values: content.evaluations["eval/reward_mean"], spread: content.evaluations["eval/reward_stderr"] }], large: true }));
-  }
-  for (const name of components) {
-    const short = name.replace(/^reward\//, "").replace(/_mean$/, "");
-    const lines = [{ label: "training", values: content.columns[name], spread: content.columns[name.replace(/_mean$/, "_std")] }];
-    made.push(chart({ title: short, meaning: run.names[name], ...withHeldOut(content, lines, content.evaluations[`eval/${short}_mean`]) }));
-  }
-  return made;
+  const measured = Object.keys(content.columns).filter((name) => name.endsWith("rollout/reward_mean"));
+  const groups = [["Reward", measured, "eval/reward_mean", content.evaluations["eval/reward_stderr"]],
+    ...[...new Set(components.map(shortName))].map((short) => [short, components.filter((name) => shortName(name) === short), `eval/${short}_mean`])];
+  return groups.filter(([, names, held]) => names.length || content.evaluations[held]).map(([title, names, held, spread]) => {
+    const lines = byTrack(names).map(([track, name]) => ({ label: track || "training", values: content.columns[name], spread: content.columns[name.replace(/_mean$/, "_std")] }));
+    const meaning = title === "Reward" ? "mean of the step's samples and their standard deviation; held out: mean and standard error" : run.names[names[0]];
+    return chart({ title, meaning, ...withHeldOut(content, lines, content.evaluations[held], spread), large: title === "Reward" });
+  });
+}
+
+const shortName = (name) => name.replace(/^(.+\/)?reward\//, "").replace(/_mean$/, "");
+
+// A metric of a run of several tracks stands once for each track, and once for the run: the same as that of its last track.
+function byTrack(names) {
+  const tracks = names.filter((name) => !/^(rollout|reward)\//.test(name));
+  return (tracks.length ? tracks : names).map((name) => [tracks.length ? name.split("/")[0] : "", name]);
 }
 
 // The evaluations as one more line over the steps of both.
@@ -91,7 +89,7 @@ function withHeldOut(content, lines, values, spread) {
     return x.map((step) => found.get(step) ?? null);
   };
   const training = lines.map((line) => ({ ...line, values: at(content.steps, line.values), spread: line.spread && at(content.steps, line.spread) }));
-  return { x, lines: [...training, { label: "held out", values: at(content.evaluation_steps, values), spread: spread && at(content.evaluation_steps, spread), colour: colour(1) }] };
+  return { x, lines: [...training, { label: "held out", values: at(content.evaluation_steps, values), spread: spread && at(content.evaluation_steps, spread), colour: colour(lines.length) }] };
 }
 
 function stack(content, phases) {

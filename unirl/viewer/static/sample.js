@@ -4,8 +4,9 @@ import { chart } from "./charts.js";
 import { el, facts, number, table } from "./dom.js";
 import { medium } from "./gallery.js";
 import { list, put } from "./head.js";
+import { tokens } from "./tokens.js";
 
-const MEANINGS = { logp: "log-probability under the policy that sampled, nats", sigma: "noise level at which the step began" };
+const MEANINGS = { logp: "log-probability under the policy that sampled, nats", log_ratio: "log-probability after the update minus that of the policy that sampled, nats", sigma: "noise level at which the step began" };
 
 export async function show({ main, id, signal, wanted, keys }) {
   const found = await get(`/api/runs/${id}/sample`, { kind: wanted.kind, step: wanted.step, row: wanted.row }, signal);
@@ -26,6 +27,7 @@ export async function show({ main, id, signal, wanted, keys }) {
           ["track", row.track], ["medium", row.medium], ["group", row.group_id], ...Object.entries(row.facts).map(([name, value]) => [name, String(value)])]),
         el("h2", {}, "Lineage"), el("ul", { class: "tree" }, found.lineage.map((node) => el("li", { "data-depth": Math.min(node.depth, 4), class: node.row === row.row ? "here" : null },
           el("span", { class: "soft" }, `${node.label}: `), node.row === null ? node.text : el("a", { href: sampleLink(id, { ...row, row: node.row }) }, node.text)))))),
+    tokens(found),
     Object.keys(found.series).length ? [el("h2", {}, "Along the sample"), el("div", { class: "charts" }, Object.entries(found.series).map(([name, values]) => chart({
       title: name, meaning: MEANINGS[name] ?? "", x: values.map((_, n) => n + 1), xLabel: found.series.sigma ? "stochastic step" : "token or action",
       lines: [{ label: name, values }] })))] : null,

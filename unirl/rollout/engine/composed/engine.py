@@ -69,6 +69,10 @@ class ComposedRolloutEngine(RolloutEngine):
         """The samples for display. Texts and pixels have a preview each, which no engine needs to make."""
         return self.engines["ar" if isinstance(decoded, Texts) else "diffusion"].preview(decoded)
 
+    def spell(self, rows: Sequence[Sequence[int]]) -> list[tuple[str, ...]]:
+        """The tokens of the language model."""
+        return self.engines["ar"].spell(rows)
+
     def trace(self, track: RolloutTrack) -> VideoPreviews:
         """The trajectories of the diffusion model."""
         return self.engines["diffusion"].trace(track)

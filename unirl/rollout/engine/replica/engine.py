@@ -73,6 +73,9 @@ class ReplicaRolloutEngine(DedicatedEngine):
     def facts(self) -> ModelFacts:
         return self.pipeline.facts
 
+    def spell(self, rows: Sequence[Sequence[int]]) -> list[tuple[str, ...]]:
+        return [self.pipeline.bundle.spell(row) for row in rows]
+
     def sample(self, req: RolloutReq) -> RolloutResp:
         resp = self.pipeline.generate(req, rows_per_forward(self.forward_batch_size, self.pipeline, req))
         return sampled_from(req.weight_version, resp)

@@ -82,6 +82,9 @@ class ServingEngine(DedicatedEngine, ServerSettings):
     def facts(self) -> ModelFacts:
         return self.pipeline.facts
 
+    def spell(self, rows: Sequence[Sequence[int]]) -> list[tuple[str, ...]]:
+        return [self.pipeline.bundle.spell(row) for row in rows]
+
     @classmethod
     def check_settings(cls, sampling: Sampling, settings: Mapping[str, object]) -> None:
         """Raises a ConfigError for sampling settings or a value of the block `rollout` that cannot work, by its key."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import ClassVar
 
@@ -52,3 +52,6 @@ class TrainsideRolloutEngine(RolloutEngine):
 
     def facts(self) -> ModelFacts:
         return self.pipeline.facts
+
+    def spell(self, rows: Sequence[Sequence[int]]) -> list[tuple[str, ...]]:
+        return [self.pipeline.bundle.spell(row) for row in rows]

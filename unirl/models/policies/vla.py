@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,7 +17,8 @@ from torch.nn.functional import pad
 
 from unirl.config.errors import InvalidValueError
 from unirl.models.policies.flow import FlowChain
-from unirl.models.policies.scales import EPS, Scale
+from unirl.models.policies.scales import EPS, Scale, Statistics
+from unirl.sde.kernels import FlowSDEStrategy
 from unirl.types.environments import STATE, ContinuousActions, Observations
 from unirl.types.protocols import Kernel
 
@@ -27,6 +28,13 @@ if TYPE_CHECKING:
 CountedEntries = Literal["executed", "all"]
 TrainedPart = Literal["expert", "all"]
 Shapes = Mapping[str, tuple[int, ...]]
+DECODER_LAYERS = (
+    *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+    *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+)
+"""The linear layers of a block of Llama, Gemma or Qwen."""
+NUM_ACTIONS, PROMPT_TOKENS = 7, 48
+"""The numbers of an action of the usual robot, and the places for an instruction in published models."""
 EMPTY = -1
 """Stands in the places of an instruction that no token fills."""
 
@@ -125,6 +133,40 @@ class Instructor:
                 )
             row[: len(tokens)] = tokens
         return rows
+
+
+def chain_settings(
+    settings: Mapping[str, Any], statistics: Statistics, place: str, *, quantiles: bool = False
+) -> dict[str, Any]:
+    """The arguments of a `ChunkChain` that follow from the settings of its bundle and the statistics of its data.
+
+    Args:
+        place: of the statistics, for errors.
+        quantiles: numbers are scaled by quantiles, not by mean and std (`Scale.of`).
+    """
+    state, actions = settings["observations"][STATE][0], settings["actions"]
+    return {
+        "cameras": cameras_of(settings["observations"]),
+        "actions": actions,
+        "chunk": settings["chunk"],
+        "num_steps": settings["num_steps"],
+        "kernel": FlowSDEStrategy(eta=settings["eta"]),
+        "logp_of": settings["logp_of"],
+        "state": Scale.of(statistics, "state", state, f"bundle.observations.{STATE}", place, quantiles=quantiles),
+        "action": Scale.of(statistics, "actions", actions, "bundle.actions", place, quantiles=quantiles),
+    }
+
+
+def decoder_targets(decoders: Mapping[str, int], layers: Sequence[str] = DECODER_LAYERS) -> tuple[str, ...]:
+    """The names of the linear layers of some decoders, for adapters.
+
+    Args:
+        decoders: the name of the list of layers of each decoder, and their number.
+        layers: the linear layers of each of them.
+    """
+    return tuple(
+        f"{part}.{number}.{layer}" for part, count in decoders.items() for number in range(count) for layer in layers
+    )
 
 
 def cameras_of(shapes: Shapes) -> tuple[str, ...]:

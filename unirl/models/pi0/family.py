@@ -36,7 +36,7 @@ from unirl.models.policies.instructed import (
     copy_beside,
     instructed_facts,
 )
-from unirl.models.policies.scales import NORMALIZER, OPENPI, PROCESSOR, statistics_in
+from unirl.models.policies.scales import NORMALIZER, OPENPI, PROCESSOR, QUANTILES, statistics_in
 from unirl.models.policies.stage import WITH_CACHE
 from unirl.models.policies.vla import (
     EMPTY,
@@ -247,7 +247,9 @@ class Pi0Bundle(InstructedBundle):
         """A network as a policy, with the scales of its data."""
         root, is_pi05 = self.root, self.version == "pi05"
         statistics = {} if root is None else statistics_in(root)
-        settings = chain_settings(self.settings, statistics, f"the data of {self.path}", quantiles=is_pi05)
+        settings = chain_settings(
+            self.settings, statistics, f"the data of {self.path}", bounds=QUANTILES if is_pi05 else None
+        )
         if not is_pi05:
             return Pi0Policy(network, **settings)
         numbers, closing = number_tokens(self.tokenizer)

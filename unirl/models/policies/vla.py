@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from unirl.config.errors import InvalidValueError
 from unirl.models.policies.flow import FlowChain
-from unirl.models.policies.scales import EPS, Scale, Statistics
+from unirl.models.policies.scales import EPS, Bounds, Scale, Statistics
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.types.environments import STATE, ContinuousActions, Observations
 from unirl.types.protocols import Kernel
@@ -136,13 +136,13 @@ class Instructor:
 
 
 def chain_settings(
-    settings: Mapping[str, Any], statistics: Statistics, place: str, *, quantiles: bool = False
+    settings: Mapping[str, Any], statistics: Statistics, place: str, *, bounds: Bounds | None = None
 ) -> dict[str, Any]:
     """The arguments of a `ChunkChain` that follow from the settings of its bundle and the statistics of its data.
 
     Args:
         place: of the statistics, for errors.
-        quantiles: numbers are scaled by quantiles, not by mean and std (`Scale.of`).
+        bounds: the statistics that become -1 and 1 (`Scale.of`).
     """
     state, actions = settings["observations"][STATE][0], settings["actions"]
     return {
@@ -152,8 +152,8 @@ def chain_settings(
         "num_steps": settings["num_steps"],
         "kernel": FlowSDEStrategy(eta=settings["eta"]),
         "logp_of": settings["logp_of"],
-        "state": Scale.of(statistics, "state", state, f"bundle.observations.{STATE}", place, quantiles=quantiles),
-        "action": Scale.of(statistics, "actions", actions, "bundle.actions", place, quantiles=quantiles),
+        "state": Scale.of(statistics, "state", state, f"bundle.observations.{STATE}", place, bounds=bounds),
+        "action": Scale.of(statistics, "actions", actions, "bundle.actions", place, bounds=bounds),
     }
 
 
@@ -208,17 +208,24 @@ def check_sizes(model: str, shapes: Shapes, actions: int, chunk: int, *, state: 
             raise InvalidValueError(f"bundle.{name}={value}: the model denoises {limit} {what}. Use {limit} or less")
 
 
+SCALES = (
+    *("norm.weight", "norm1.weight", "norm2.weight", "norm3.weight", "layernorm.weight", "vlln.weight"),
+    "scale_factor",
+)
+"""The ends of the names of tensors that are 1 in a toy."""
+
+
 def random_state(shapes: Mapping[str, tuple[int, ...]], seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """Random weights: matrices keep the scale of their inputs, scales are 1 and biases 0."""
     generator = torch.Generator().manual_seed(seed)
     state = {}
     for name, shape in shapes.items():
-        if name.endswith(("norm.weight", "norm1.weight", "norm2.weight", "layernorm.weight", "scale_factor")):
+        if name.endswith(SCALES):
             values = torch.ones(shape)
-        elif name.endswith(".bias"):
+        elif name.endswith((".bias", ".b")):
             values = torch.zeros(shape)
         else:
-            fan_in = math.prod(shape[1:])
+            fan_in = shape[1] if name.endswith(".W") else math.prod(shape[1:])
             scale = 0.1 if name.endswith(("token", "pos_embed", "embed_tokens.weight")) else fan_in**-0.5
             values = torch.randn(shape, generator=generator) * scale
         state[name] = values.to(dtype)

@@ -185,7 +185,8 @@ class TimeEmbedding(nn.Module):
 
     def forward(self, time: Tensor) -> Tensor:
         """[N, W] for times [N]."""
-        half, layers = TIME_CHANNELS // 2, self.timestep_embedder
+        half = TIME_CHANNELS // 2
+        layers: Any = self.timestep_embedder
         rates = torch.exp(-math.log(10_000) / (half - 1) * torch.arange(half, device=time.device))
         angles = time[:, None] * rates
         waves = torch.cat([angles.cos(), angles.sin()], dim=1).to(layers["linear_1"].weight.dtype)
@@ -336,13 +337,14 @@ class GR00TPolicy(ChunkChain):
         eagle: Any = self.backbone["eagle_model"]
         tower, model = eagle["vision_model"]["vision_model"], eagle["language_model"]["model"]
         after = observations[INSTRUCTION]
+        dtype = model.embed_tokens.weight.dtype
         parts = []
         for number, key in enumerate(self.cameras):
             opening = self.get_buffer(f"opening{number}").expand(len(after), -1)
-            pixels = self.prepared(observations[key]).to(tower.embeddings.patch_embedding.weight.dtype)
+            pixels = self.prepared(observations[key]).to(dtype)
             parts += [model.embed_tokens(opening), eagle["mlp1"](tower(pixel_values=pixels).last_hidden_state)]
         parts.append(model.embed_tokens(after.clamp(min=0)))
-        inputs = torch.cat([part.to(parts[0].dtype) for part in parts], dim=1)
+        inputs = torch.cat([part.to(dtype) for part in parts], dim=1)
         seen = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
         seen[:, -after.shape[1] :] = after >= 0
         places = torch.arange(inputs.shape[1], device=inputs.device)

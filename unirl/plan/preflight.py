@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
@@ -37,10 +36,10 @@ from unirl.config.node import Node
 from unirl.config.recipe import RecipeConfig, keys_of_policy, said_of_policy
 from unirl.config.schema import dotted_name
 from unirl.models.base import Bundle
-from unirl.models.loading.estimate import ModelEstimate
 from unirl.models.unified.pipeline import UnifiedPipeline
 from unirl.plan.compatibility import check_compatibility
 from unirl.plan.credit import check_credit, check_rewards, credit_notices
+from unirl.plan.estimates import Estimated, estimate_of
 from unirl.plan.geometry import Geometry, check_geometry, geometry_of
 from unirl.plan.layout import check_layout
 from unirl.plan.notices import data_notices, engine_notices, environment_notices, policy_notices
@@ -111,24 +110,6 @@ class UsesServers(Protocol):
         Args:
             settings: the block `rollout`, with its defaults.
         """
-        ...
-
-
-@runtime_checkable
-class Estimated(Protocol):
-    """A bundle class that can say the sizes of a model without loading it."""
-
-    def estimate(self, path: str, revision: str | None = None) -> ModelEstimate:
-        """The sizes of a model."""
-        ...
-
-
-@runtime_checkable
-class EstimatedBySettings(Protocol):
-    """A bundle class whose model is not known by its path alone, such as a toy of several versions."""
-
-    def estimate_from(self, settings: Mapping[str, object]) -> ModelEstimate:
-        """The sizes of the model that the settings of a bundle name."""
         ...
 
 
@@ -524,43 +505,6 @@ def check_model_path(path: str, key: str, variable: str | None = None) -> None:
             f"{key}.path={path}: there is no such directory. Give a directory that diffusers or transformers saved, or "
             f"a hub id, in {key}.path=..." + (f" or {variable}" if variable else "")
         )
-
-
-# A search over recipes plans one model many times, and building it without storage takes seconds.
-KEPT_ESTIMATES = 8
-
-
-def estimate_of(config: RecipeConfig) -> ModelEstimate:
-    """The sizes of the recipe's model, whose bundle class is `Estimated`."""
-    owner, path = config.bundle.schema.owner, config.model_path
-    assert isinstance(owner, Estimated) and path is not None
-    if isinstance(owner, EstimatedBySettings):
-        return _estimate_from(owner, FrozenSettings(config.bundle.values))
-    return _estimate(owner, path, config.model_revision)
-
-
-class FrozenSettings:
-    """Settings of a bundle as a key of a cache."""
-
-    def __init__(self, values: Mapping[str, object]) -> None:
-        self.values = dict(values)
-        self.text = repr(sorted(self.values.items()))
-
-    def __hash__(self) -> int:
-        return hash(self.text)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, FrozenSettings) and other.text == self.text
-
-
-@lru_cache(maxsize=KEPT_ESTIMATES)
-def _estimate(owner: Estimated, path: str, revision: str | None) -> ModelEstimate:
-    return owner.estimate(path, revision)
-
-
-@lru_cache(maxsize=KEPT_ESTIMATES)
-def _estimate_from(owner: EstimatedBySettings, settings: FrozenSettings) -> ModelEstimate:
-    return owner.estimate_from(settings.values)
 
 
 def known_facts(config: RecipeConfig) -> ModelFacts | None:

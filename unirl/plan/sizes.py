@@ -34,10 +34,11 @@ from unirl.plan.cost import (
     waiting_table,
 )
 from unirl.plan.credit import scored_by
+from unirl.plan.estimates import KEPT_ESTIMATES, Estimated, estimate_of
 from unirl.plan.geometry import Geometry, geometry_of
 from unirl.plan.layout import can_sample_sharded, num_shards, samples_sharded, transport_of
 from unirl.plan.placement import PlacementPlan, plan_of
-from unirl.plan.preflight import KEPT_ESTIMATES, Estimated, estimate_of, needs_of, of_model, sizes_of, trainer_class
+from unirl.plan.preflight import needs_of, of_model, sizes_of, trainer_class
 from unirl.plan.residency import IDLE, PHASES, MemoryPart, home_of, resident
 from unirl.reward.base import RewardScorer, ScorerCost
 from unirl.types.facts import LanguageFacts, LatentFacts

@@ -17,9 +17,9 @@ import torch
 
 from unirl.config.errors import DataError
 from unirl.config.recipe import RecipeConfig
+from unirl.plan.estimates import Estimated, estimate_of
 from unirl.plan.machine import is_elsewhere
 from unirl.plan.placement import plan_of
-from unirl.plan.preflight import Estimated, estimate_of
 from unirl.types.device import num_accelerators
 
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")

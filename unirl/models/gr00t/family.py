@@ -21,7 +21,7 @@ from unirl.models.gr00t.network import GR00TPolicy
 from unirl.models.language.bundle import load_tokenizer
 from unirl.models.loading.checkpoint import read_entries
 from unirl.models.loading.dtypes import cast_module
-from unirl.models.loading.hub import language_directory, quiet_libraries, read_json
+from unirl.models.loading.hub import copy_files, language_directory, quiet_libraries, read_json
 from unirl.models.loading.toy_tokenizers import qwen_tokenizer
 from unirl.models.policies.bundle import positive
 from unirl.models.policies.instructed import (
@@ -237,7 +237,7 @@ class GR00TBundle(StoredPolicyBundle):
         super().write(folder, tensors)
         if self.root is not None and (self.root / METADATA).is_file():
             (folder / METADATA).parent.mkdir(exist_ok=True)
-            (folder / METADATA).write_bytes((self.root / METADATA).read_bytes())
+            copy_files(self.root, folder, [str(METADATA)])
         return folder
 
 

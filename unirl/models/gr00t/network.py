@@ -80,7 +80,7 @@ class ActionEncoder(nn.Module):
         return result
 
 
-class Attention(nn.Module):
+class HeadAttention(nn.Module):
     """Multi-head attention to x itself, or to a context, by the names of diffusers."""
 
     def __init__(self, width: int, heads: int, source: int) -> None:
@@ -148,7 +148,7 @@ class DiTBlock(nn.Module):
     def __init__(self, width: int, heads: int, source: int) -> None:
         super().__init__()
         self.norm1 = AdaLayerNorm(width)
-        self.attn1 = Attention(width, heads, source)
+        self.attn1 = HeadAttention(width, heads, source)
         self.norm3 = nn.LayerNorm(width, elementwise_affine=False)
         self.ff = FeedForward(width)
 
@@ -165,7 +165,7 @@ class ContextBlock(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.norm1, self.norm3 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attn1, self.ff = Attention(width, heads, width), FeedForward(width)
+        self.attn1, self.ff = HeadAttention(width, heads, width), FeedForward(width)
 
     def forward(self, x: Tensor, seen: Tensor) -> Tensor:
         normed = self.norm1(x)
@@ -174,7 +174,7 @@ class ContextBlock(nn.Module):
         return result
 
 
-class TimeEmbedding(nn.Module):
+class BucketEmbedding(nn.Module):
     """A time in buckets as a vector, through waves and two layers."""
 
     def __init__(self, width: int) -> None:
@@ -199,7 +199,7 @@ class DiT(nn.Module):
 
     def __init__(self, *, width: int, heads: int, layers: int, source: int, outputs: int) -> None:
         super().__init__()
-        self.timestep_encoder = TimeEmbedding(width)
+        self.timestep_encoder = BucketEmbedding(width)
         self.transformer_blocks = nn.ModuleList(
             DiTBlock(width, heads, width if number % 2 else source) for number in range(layers)
         )

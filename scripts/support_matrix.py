@@ -77,13 +77,22 @@ POLICIES: Mapping[str, tuple[str, str]] = {
     "categorical": ("networks of vectors, discrete actions", "embodied/cartpole_ppo"),
     "gaussian": ("networks of vectors, continuous actions", "embodied/metaworld_reach_ppo"),
     "flow": ("flow policy, chunks of actions", "embodied/quickstart"),
+    "decoder": ("decoder of ACT, chunks of actions", "embodied/metaworld_reach_grpo"),
+    "steered": ("noise of a frozen flow policy (DSRL)", "embodied/metaworld_reach_dsrl"),
     "pixels": ("networks of images, continuous actions", "embodied/pixel_reach_ppo"),
     "openvla": ("OpenVLA-OFT, chunks of action tokens", "embodied/maniskill_pickcube_ppo_openvla_oft"),
     "pi0": ("pi0, denoised chunks of actions", "embodied/libero_pi0_ppo"),
     "pi05": ("pi0.5, denoised chunks of actions", "embodied/libero_pi05_ppo"),
     "smolvla": ("SmolVLA, denoised chunks of actions", "embodied/libero_smolvla_ppo"),
+    "gr00t": ("GR00T N1.5, denoised chunks of actions", "embodied/libero_gr00t_ppo"),
 }
 """The label of each kind of policy that acts, and its recipe."""
+POLICY_BUNDLES: Mapping[str, Mapping[str, Any]] = {
+    "decoder": {
+        "_target_": "unirl.models.policies.bundle.ChunkDecoderBundle", "observations": 39, "actions": 4, "chunk": 5,
+    },
+}  # fmt: skip
+"""The bundles of policies that no recipe has, in place of that of their recipe."""
 UNGUIDED = {"guidance_scale": 1.0, "guidance_scale_2": None, "init_same_noise": False}
 ALGORITHMS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Flow-GRPO": ("diffusion/sd3_flowgrpo", {}),
@@ -211,7 +220,9 @@ def action_keys(row: str, algorithm: str) -> tuple[str, dict[str, Any]]:
     keys["sampling"] = {"samples_per_prompt": group}
     whole, variant = lineage(recipe)
     own = merged(yaml.safe_load((RECIPES / f"{whole}.yaml").read_text()), variant)["bundle"]
-    if source["bundle"].get("squashed") and own["_target_"] == source["bundle"]["_target_"]:
+    if row in POLICY_BUNDLES:
+        keys["bundle"] = POLICY_BUNDLES[row]
+    elif source["bundle"].get("squashed") and own["_target_"] == source["bundle"]["_target_"]:
         keys["bundle"] = {"squashed": True}
     return recipe, keys
 

@@ -291,3 +291,17 @@ def test_the_published_model_has_the_parameters_of_pi0_and_its_norms() -> None:
     w = 1024
     more = 37 * (3 * w * w + 3 * w - w) - (32 * w + w) - (2 * w * w + w) + (w * w + w)
     assert each[1] - each[0] == more
+
+
+def test_the_plan_counts_the_parameters_of_the_version() -> None:
+    """Of the toy, which has both versions by one path, and of the published model."""
+    from unirl.config.load import load
+    from unirl.plan.sizes import RunSizes
+
+    recipe = "embodied/libero_pi05_ppo"
+    planned = RunSizes.of(load(recipe, ["scale=toy"]).config).estimate
+    assert planned.parameters == {"policy": sum(p.numel() for p in bundle().trainable().parameters())}
+    assert planned.facts.family == "pi05"
+    network, _ = Pi0Bundle.measured(Pi0Bundle.published["lerobot/pi05_base"])
+    published = RunSizes.of(load(recipe, []).config).estimate
+    assert published.parameters == {"policy": sum(p.numel() for p in network.parameters())}

@@ -38,6 +38,7 @@ from unirl.train.backend.fsdp import FSDPBackend
 OWN_LAYOUTS = {
     *("ByteDance-Seed/BAGEL-7B-MoT", "stepfun-ai/NextStep-1-Large", "tencent/HunyuanImage-3.0-Instruct"),
     *("openvla/openvla-7b", "lerobot/pi0_base", "lerobot/pi05_base", "lerobot/smolvla_base"),
+    "nvidia/GR00T-N1.5-3B",
 }
 """Models of neither library, and of neither form. Tests of their families write, download and load their files."""
 

@@ -36,10 +36,10 @@ from unirl.config.node import Node
 from unirl.config.recipe import RecipeConfig, keys_of_policy, said_of_policy
 from unirl.config.schema import dotted_name
 from unirl.models.base import Bundle
-from unirl.models.loading.estimate import ModelEstimate
 from unirl.models.unified.pipeline import UnifiedPipeline
 from unirl.plan.compatibility import check_compatibility
 from unirl.plan.credit import check_credit, check_rewards, credit_notices
+from unirl.plan.estimates import Estimated, estimate_of
 from unirl.plan.geometry import Geometry, check_geometry, geometry_of
 from unirl.plan.layout import check_layout
 from unirl.plan.notices import data_notices, engine_notices, environment_notices, policy_notices
@@ -110,15 +110,6 @@ class UsesServers(Protocol):
         Args:
             settings: the block `rollout`, with its defaults.
         """
-        ...
-
-
-@runtime_checkable
-class Estimated(Protocol):
-    """A bundle class that can say the sizes of a model without loading it."""
-
-    def estimate(self, path: str, revision: str | None = None) -> ModelEstimate:
-        """The sizes of a model."""
         ...
 
 
@@ -481,7 +472,7 @@ def check_adapted(config: RecipeConfig) -> None:
     if not targets or not isinstance(owner, Estimated) or config.model_path is None:
         return
     saved = owner.saved_matrices(config.model_path) if isinstance(owner, WithLocalFiles) else ()
-    names = saved or owner.estimate(config.model_path, config.model_revision).linears
+    names = saved or estimate_of(config).linears
     for target in targets:
         if not any(f".{name}".endswith(f".{target}") for name in names):
             ends = sorted({name.rpartition(".")[2] for name in names if not name.rpartition(".")[2].isdecimal()})

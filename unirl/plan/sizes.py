@@ -35,10 +35,11 @@ from unirl.plan.cost import (
     waiting_table,
 )
 from unirl.plan.credit import scored_by
+from unirl.plan.estimates import KEPT_ESTIMATES, Estimated, estimate_of
 from unirl.plan.geometry import Geometry, geometry_of
 from unirl.plan.layout import can_sample_sharded, num_shards, samples_sharded, transport_of
 from unirl.plan.placement import PlacementPlan, plan_of
-from unirl.plan.preflight import Estimated, needs_of, of_model, sizes_of, trainer_class
+from unirl.plan.preflight import needs_of, of_model, sizes_of, trainer_class
 from unirl.plan.residency import IDLE, PHASES, MemoryPart, home_of, resident
 from unirl.reward.base import RewardScorer, ScorerCost
 from unirl.types.facts import LanguageFacts, LatentFacts
@@ -163,7 +164,7 @@ class RunSizes:
         placement, needs = plan_of(config), needs_of(config)
         owner = config.bundle.schema.owner
         assert isinstance(owner, Estimated) and config.model_path is not None
-        estimate = _estimate(owner, config.model_path, config.model_revision)
+        estimate = estimate_of(config)
         facts = estimate.facts.of(build(config.sampling))
         cache_width = facts.cache_width if isinstance(facts, LanguageFacts) else estimate.cache_width
         estimate = replace(estimate, facts=facts, cache_width=cache_width)
@@ -418,15 +419,6 @@ def decoding_of(config: RecipeConfig, sampling: Sampling, tiled: bool) -> Decodi
         return DecodingCost()
     words = config.bundle.require("vae_dtype", str), config.bundle.require("dtype", str)
     return _decoding(owner, path, sampling, config.model_revision, *words, tiled)
-
-
-# A search over recipes plans one model many times, and building it without storage takes seconds.
-KEPT_ESTIMATES = 8
-
-
-@lru_cache(maxsize=KEPT_ESTIMATES)
-def _estimate(owner: Estimated, path: str, revision: str | None) -> ModelEstimate:
-    return owner.estimate(path, revision)
 
 
 @lru_cache(maxsize=KEPT_ESTIMATES)

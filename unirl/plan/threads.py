@@ -17,9 +17,9 @@ import torch
 
 from unirl.config.errors import DataError
 from unirl.config.recipe import RecipeConfig
+from unirl.plan.estimates import Estimated, estimate_of
 from unirl.plan.machine import is_elsewhere
 from unirl.plan.placement import plan_of
-from unirl.plan.preflight import Estimated
 from unirl.types.device import num_accelerators
 
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -157,7 +157,7 @@ def reason_to_be_small(config: RecipeConfig) -> str | None:
     if config.model_path is None or not isinstance(owner, Estimated):
         return None
     try:
-        estimate = owner.estimate(config.model_path, config.model_revision)
+        estimate = estimate_of(config)
     except DataError:  # a model of the hub that is not there yet
         return None
     return "small model" if sum(estimate.parameters.values()) < SMALL else None

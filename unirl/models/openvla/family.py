@@ -6,72 +6,62 @@ transformers' Llama; `vision.py` has the towers, by the names of timm.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import msgspec
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from unirl.config.dependencies import need_version
 from unirl.config.errors import InvalidValueError, NotFoundError
-from unirl.models.chunks import batch_multiple
-from unirl.models.language.bundle import VOCABULARIES, load_tokenizer
+from unirl.models.language.bundle import load_tokenizer
 from unirl.models.loading.checkpoint import read_entries
-from unirl.models.loading.completeness import check_files, check_tensors, loading_info, read_headers
 from unirl.models.loading.dtypes import cast_module
-from unirl.models.loading.estimate import ModelEstimate, block_counts, linears_of, parameters_of, patches_of
-from unirl.models.loading.hub import copy_files, language_directory, quiet_libraries, read_json
-from unirl.models.loading.saved_weights import LANGUAGE_WEIGHTS, ModuleWeights, SafetensorsWeights, SavedWeights
+from unirl.models.loading.hub import quiet_libraries, read_json
 from unirl.models.loading.toy_tokenizers import llama_tokenizer
 from unirl.models.openvla.actions import STATISTICS, scale_of, statistics_of
 from unirl.models.openvla.network import Config, DecisionPart, DecodingOrder, OpenVLAPolicy
 from unirl.models.openvla.vision_towers import TOWERS
-from unirl.models.policies.bundle import POLICY, ActionBundle, positive, shapes_of
-from unirl.models.policies.stage import WITH_CACHE, InstructedStage
-from unirl.models.policies.vla import random_state
+from unirl.models.policies.bundle import positive
+from unirl.models.policies.instructed import CONFIG, Settings, StoredPolicyBundle, instructed_facts
+from unirl.models.policies.stage import WITH_CACHE
+from unirl.models.policies.vla import EMPTY, NUM_ACTIONS
 from unirl.types.device import CPU
-from unirl.types.environments import INSTRUCTION, ContinuousActions
 from unirl.types.facts import ActionFacts
-from unirl.types.protocols import TORCH_DTYPES, DtypeName
+from unirl.types.protocols import DtypeName
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MODEL_TYPE = "openvla"
-CONFIG = "config.json"
 PROMPT = "In: What action should the robot take to {task}?\nOut:"
 """The text with which the model was trained. The task is in lower case."""
 SPACE = "\u2581"
 """The piece of the tokenizer for a space alone, which follows the prompt."""
-CAMERA, NUM_ACTIONS, PROMPT_TOKENS = "camera", 7, 64
-"""A camera, the numbers of an action, and the places of a prompt, of the usual robot."""
-EMPTY = -1
-"""Stands in the places of an instruction that no token fills."""
+PROMPT_TOKENS = 64
+"""The places of a prompt."""
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linear layers of the language model."""
 BESIDE = (
-    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model", *VOCABULARIES),
     *("preprocessor_config.json", "processor_config.json", "generation_config.json", STATISTICS),
     *("configuration_prismatic.py", "modeling_prismatic.py", "processing_prismatic.py"),
 )
 """Files of a checkpoint that an export has, too. The last line is the code of its publisher, which is not run here."""
 
 
-class OpenVLABundle(ActionBundle):
+class OpenVLABundle(StoredPolicyBundle):
     """OpenVLA 7B, its finetuned variants, and OpenVLA-OFT with discrete actions."""
 
     toy: ClassVar[Mapping[str, object]] = {"path": "toy", "dtype": "fp32", "prompt_tokens": 128, "unnorm_key": "toy"}
     toys: ClassVar[Mapping[str, Config]] = read_entries(Path(__file__).parent / "toy.json")
     published: ClassVar[Mapping[str, Config]] = read_entries(Path(__file__).parent / "published.json")
-    """Configurations of public checkpoints by hub id, for plans without a connection. A run reads the files."""
     seed: ClassVar[int] = 20256
     """Seed of the random weights of the toy."""
-    component_names: ClassVar[tuple[str, ...]] = (POLICY,)
+    model_class: ClassVar[str] = "OpenVLAForActionPrediction"
+    beside: ClassVar[tuple[str, ...]] = BESIDE
 
     def __init__(
         self,
@@ -110,101 +100,55 @@ class OpenVLABundle(ActionBundle):
         positive(actions=actions, chunk=chunk, prompt_tokens=prompt_tokens)
         if decoding == "autoregressive":
             need_version("transformers", WITH_CACHE, by="bundle.decoding=autoregressive")
-        shapes = image_shapes(observations)
-        self.path, self.revision, self.prompt_tokens, self.dtype_name = path, revision, prompt_tokens, dtype
-        self.root = None if path in self.toys else language_directory(path, revision)
-        self.config = self.toys[path] if self.root is None else checked_config(self.root)
-        self.settings: dict[str, Any] = {
-            "observations": shapes, "actions": actions, "chunk": chunk, "decoding": decoding,
-            "temperature": temperature, "unnorm_key": unnorm_key, "parts": parts, "prompt_tokens": prompt_tokens,
+        settings = {
+            "path": path, "revision": revision, "dtype": dtype, "observations": observations, "actions": actions,
+            "chunk": chunk, "decoding": decoding, "temperature": temperature, "unnorm_key": unnorm_key, "parts": parts,
+            "prompt_tokens": prompt_tokens,
         }  # fmt: skip
-        self.tokenizer = llama_tokenizer() if self.root is None else load_tokenizer(self.root)
-        facts = facts_of(self.config, shapes, actions, chunk, prompt_tokens, batch_multiple(device))
-        torch_dtype = TORCH_DTYPES[dtype]
-        network = self._empty(torch_dtype)
-        if not meta_init:
-            network.load_state_dict(self._state(torch_dtype), assign=True)
-        super().__init__({POLICY: network}, facts, dtype=torch_dtype, device=device)
+        super().__init__(device, settings, meta_init=meta_init)
 
     @classmethod
-    def facts_from(cls, settings: Mapping[str, Any]) -> ActionFacts:
-        """The facts of the policy with these settings of a recipe, without its weights."""
-        names = ("observations", "actions", "chunk", "prompt_tokens")
-        observations, actions, chunk, prompt_tokens = (settings[name] for name in names)
-        config = cls._config_to_plan(settings["path"], settings["revision"])
-        return facts_of(config, image_shapes(observations), actions, chunk, prompt_tokens, 1)
+    def config_in(cls, root: Path, settings: Settings) -> Config:
+        return checked_config(root)
 
     @classmethod
-    def _config_to_plan(cls, path: str, revision: str | None) -> Config:
-        """The configuration, without the weights."""
-        if path in cls.published and revision is None:
-            return cls.published[path]
-        if path in cls.toys:
-            return cls.toys[path]
-        return checked_config(language_directory(path, revision, configs_only=True))
+    def described(cls, config: Config, settings: Settings, multiple: int) -> ActionFacts:
+        shapes = settings["observations"]
+        check_images(shapes)
+        patches = (config["image_sizes"][0] // TOWERS[config["timm_model_ids"][0]].patch) ** 2
+        return instructed_facts(
+            settings,
+            multiple,
+            family=MODEL_TYPE,
+            block_class_names=("LlamaDecoderLayer", "VisionBlock"),
+            lora_targets=LORA_TARGETS,
+            has_parts=True,
+            tokens=len(shapes) * patches + settings["chunk"] * settings["actions"],
+        )
 
     @classmethod
-    def estimate(cls, path: str, revision: str | None = None) -> ModelEstimate:
-        """The sizes of a model that is not loaded, for decisions of one action from one image."""
+    def usual(cls, config: Config) -> Settings:
+        shapes = {"camera": (3, 224, 224)}
+        return {"observations": shapes, "actions": NUM_ACTIONS, "prompt_tokens": PROMPT_TOKENS}
+
+    @classmethod
+    def measured(cls, config: Config) -> tuple[OpenVLAPolicy, int]:
         from accelerate import init_empty_weights
 
-        config = cls._config_to_plan(path, revision)
-        facts = facts_of(config, {CAMERA: (3, 224, 224)}, NUM_ACTIONS, 1, PROMPT_TOKENS, 1)
         with quiet_libraries(), init_empty_weights(include_buffers=False):
             network = OpenVLAPolicy(
-                config, cameras=(CAMERA,), actions=NUM_ACTIONS, chunk=1, decoding="parallel", temperature=1, scale=None
-            )
-        return ModelEstimate(
-            facts=facts,
-            parameters={POLICY: parameters_of(network)},
-            linears=linears_of(network),
-            patches=patches_of(network),
-            **block_counts(network, facts),
-            width=network.language_model.config.hidden_size,
-        )
+                config, cameras=("camera",), actions=NUM_ACTIONS, chunk=1, decoding="parallel", temperature=1,
+                scale=None,
+            )  # fmt: skip
+        return network, network.hidden_size
 
-    def stage(self) -> InstructedStage:
-        width = self.config["text_config"]["hidden_size"]
-        return InstructedStage(
-            self.trainable(), self.facts, Prompter(self.tokenizer, self.prompt_tokens), width, self.dtype
-        )
+    def load_tokenizer(self) -> PreTrainedTokenizerBase:
+        return llama_tokenizer() if self.root is None else load_tokenizer(self.root)
 
-    def saved(self) -> SavedWeights:
-        if self.root is None:
-            return ModuleWeights(self.untrained())
-        return SafetensorsWeights(self.root, lambda _: self.dtype, LANGUAGE_WEIGHTS)
+    def prompter(self) -> Prompter:
+        return Prompter(self.tokenizer, self.prompt_tokens)
 
-    def untrained(self) -> OpenVLAPolicy:
-        network = self._empty(self.dtype)
-        network.load_state_dict(self._state(self.dtype), assign=True)
-        return network.requires_grad_(False).eval()
-
-    def reopened(self, folder: Path) -> OpenVLABundle:
-        return OpenVLABundle(self.device, path=str(folder), dtype=self.dtype_name, **self.settings)
-
-    def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> Path:
-        """Write the policy in the layout of the published checkpoint. Tensors that never run are copied."""
-        folder.mkdir(parents=True, exist_ok=True)
-        state: dict[str, Tensor] = dict(self.saved_tensors()) | dict(tensors)
-        save_file(
-            {name: tensor.detach().cpu().to(self.dtype).contiguous() for name, tensor in state.items()},
-            folder / LANGUAGE_WEIGHTS,
-            metadata={"format": "pt"},
-        )
-        if self.root is None:
-            self.tokenizer.save_pretrained(folder)
-        else:
-            copy_files(self.root, folder, BESIDE)
-        (folder / CONFIG).write_text(json.dumps(dict(self.config), indent=2) + "\n", encoding="utf-8")
-        return folder
-
-    def saved_tensors(self) -> dict[str, Tensor]:
-        """All tensors of the checkpoint, those that never run included."""
-        saved = self.saved()
-        return {name: saved.read(name) for name in saved.shapes()}
-
-    def _empty(self, dtype: torch.dtype) -> OpenVLAPolicy:
-        """The network without storage for its parameters. Computed buffers have storage and values."""
+    def empty(self, dtype: torch.dtype) -> OpenVLAPolicy:
         from accelerate import init_empty_weights
 
         settings, key = self.settings, self.settings["unnorm_key"]
@@ -229,18 +173,6 @@ class OpenVLABundle(ActionBundle):
             )
         cast_module(network, dtype)
         return network
-
-    def _state(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The tensors of the network from the files, or those of the toy."""
-        expected = {name: tuple(tensor.shape) for name, tensor in self._empty(dtype).state_dict().items()}
-        if self.root is None:
-            return random_state(expected, self.seed, dtype)
-        place = f"the model in {self.root}"
-        check_files(place, self.root, LANGUAGE_WEIGHTS)
-        shapes = {name: tensor.shape for name, tensor in read_headers(place, self.root, LANGUAGE_WEIGHTS).items()}
-        check_tensors(place, "OpenVLAForActionPrediction", loading_info(shapes, expected), may_have_more=True)
-        saved = SafetensorsWeights(self.root, lambda _: dtype, LANGUAGE_WEIGHTS)
-        return {name: saved.read(name) for name in expected}
 
 
 @dataclass(frozen=True)
@@ -275,40 +207,14 @@ class Prompter:
         return tokens if tokens[-1] == space else [*tokens, space]
 
 
-def facts_of(
-    config: Config,
-    shapes: Mapping[str, tuple[int, ...]],
-    actions: int,
-    chunk: int,
-    prompt_tokens: int,
-    multiple: int,
-) -> ActionFacts:
-    """The facts of a policy that reads images of `shapes`."""
-    patches = (config["image_sizes"][0] // TOWERS[config["timm_model_ids"][0]].patch) ** 2
-    return ActionFacts(
-        family=MODEL_TYPE,
-        block_class_names=("LlamaDecoderLayer", "VisionBlock"),
-        lora_targets=LORA_TARGETS,
-        observations={**shapes, INSTRUCTION: (prompt_tokens,)},
-        actions=ContinuousActions(actions),
-        chunk=chunk,
-        has_parts=True,
-        can_imitate=False,
-        tokens_per_decision=len(shapes) * patches + prompt_tokens + chunk * actions,
-        batch_multiple=multiple,
-    )
-
-
-def image_shapes(observations: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """The shapes of the cameras. Raises InvalidValueError (2004) for anything else than images of three channels."""
-    shapes = dict(shapes_of(observations))
+def check_images(shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises InvalidValueError (2004) for the shape of anything else than an image of three channels."""
     for key, shape in shapes.items():
         if len(shape) != 3 or shape[0] != 3:
             raise InvalidValueError(
                 f"bundle.observations.{key}={list(shape)}: OpenVLA reads images [3, H, W] alone. Name cameras, such as "
                 "{pixels: [3, 224, 224]}, and leave out frame_stack"
             )
-    return shapes
 
 
 def checked_config(root: Path) -> Config:

@@ -79,6 +79,12 @@ class OpenVLAPolicy(PolicyNetwork):
         self.projector = Projector(self.vision_backbone.width, text.hidden_size)
         self.language_model = LlamaForCausalLM(text)
 
+    @property
+    def hidden_size(self) -> int:
+        """D of the states."""
+        size: int = self.language_model.config.hidden_size
+        return size
+
     def forward(
         self,
         observations: Observations,

@@ -19,32 +19,46 @@ from torch import Tensor
 
 from unirl.config.dependencies import need_version
 from unirl.config.errors import NotFoundError
-from unirl.models.chunks import batch_multiple
-from unirl.models.language.bundle import VOCABULARIES, load_network, load_tokenizer
+from unirl.models.language.bundle import load_network, load_tokenizer
 from unirl.models.loading.checkpoint import read_entries
 from unirl.models.loading.dtypes import cast_module
-from unirl.models.loading.estimate import ModelEstimate, block_counts, linears_of, parameters_of, patches_of
 from unirl.models.loading.hub import copy_files, language_directory, quiet_libraries, read_json
 from unirl.models.loading.saved_weights import LANGUAGE_WEIGHTS
 from unirl.models.loading.toy_tokenizers import gemma_tokenizer
 from unirl.models.pi0 import adaptive
 from unirl.models.pi0.network import NUM_BINS, NUMBER_TOKENS, Pi0Policy, Pi05Policy
-from unirl.models.policies.bundle import POLICY, ActionBundle, positive, shapes_of
-from unirl.models.policies.scales import NORMALIZER, OPENPI, PROCESSOR, Scale, statistics_in
-from unirl.models.policies.stage import WITH_CACHE, InstructedStage
-from unirl.models.policies.vla import EMPTY, CountedEntries, Instructor, TrainedPart, cameras_of, check_sizes
-from unirl.sde.kernels import FlowSDEStrategy
+from unirl.models.policies.bundle import positive
+from unirl.models.policies.instructed import (
+    CONFIG,
+    Config,
+    InstructedBundle,
+    Settings,
+    copy_beside,
+    instructed_facts,
+)
+from unirl.models.policies.scales import NORMALIZER, OPENPI, PROCESSOR, QUANTILES, statistics_in
+from unirl.models.policies.stage import WITH_CACHE
+from unirl.models.policies.vla import (
+    EMPTY,
+    NUM_ACTIONS,
+    PROMPT_TOKENS,
+    CountedEntries,
+    Instructor,
+    TrainedPart,
+    cameras_of,
+    chain_settings,
+    check_sizes,
+    decoder_targets,
+)
 from unirl.types.device import CPU
-from unirl.types.environments import INSTRUCTION, STATE, ContinuousActions
+from unirl.types.environments import STATE
 from unirl.types.facts import ActionFacts
-from unirl.types.protocols import TORCH_DTYPES, DtypeName
+from unirl.types.protocols import DtypeName
 
 if TYPE_CHECKING:
     from transformers import PI0Config, PI0ForConditionalGeneration, PreTrainedTokenizerBase
 
-Config = Mapping[str, Any]
 Version = Literal["pi0", "pi05"]
-CONFIG = "config.json"
 SIZES = (
     *("chunk_size", "max_action_dim", "max_state_dim", "num_inference_steps", "min_period", "max_period"),
     *("vlm_config", "dit_config"),
@@ -54,6 +68,8 @@ VARIANTS = {"paligemma_variant": "gemma_2b", "action_expert_variant": "gemma_300
 """The sizes of pi0.5 in lerobot's configuration, which are the defaults of transformers."""
 PREPROCESSOR = "policy_preprocessor.json"
 """lerobot's file, whose step pads the state before it becomes text."""
+TOY_05 = "-pi05"
+"""The end of the name of a toy of pi0.5."""
 VISION = "model.vlm.vision_tower."
 PUBLISHED_NAMES = {
     "embed_action_time.": "",
@@ -68,21 +84,11 @@ FORMS: Mapping[Version, str] = {"pi0": "{task}\n", "pi05": "Task: {task}, State:
 """The text with a task in it. Of pi0.5, the numbers of the state and `CLOSING` follow."""
 CLOSING, CLOSING_TOKENS = ";\nAction: ", 5
 """The end of the text of pi0.5, and the tokens that it has in the published model."""
-NUM_ACTIONS, PROMPT_TOKENS = 7, 48
-"""The numbers of an action of the usual robot, and the places for an instruction in the published model."""
-LAYERS = (
-    *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
-    *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
-)
-"""The linear layers of a block of Gemma."""
-BESIDE = (
-    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model", *VOCABULARIES),
-    *(PROCESSOR, "preprocessor_config.json", PREPROCESSOR, "policy_postprocessor.json"),
-)
+BESIDE = (PROCESSOR, "preprocessor_config.json", PREPROCESSOR, "policy_postprocessor.json", NORMALIZER)
 """Files of a checkpoint that an export has, too."""
 
 
-class Pi0Bundle(ActionBundle):
+class Pi0Bundle(InstructedBundle):
     """pi0 or pi0.5: a PaliGemma that reads images and an instruction, and an expert that denoises chunks of actions."""
 
     toy: ClassVar[Mapping[str, object]] = {
@@ -90,10 +96,9 @@ class Pi0Bundle(ActionBundle):
     }  # fmt: skip
     toys: ClassVar[Mapping[str, Config]] = read_entries(Path(__file__).parent / "toy.json")
     published: ClassVar[Mapping[str, Config]] = read_entries(Path(__file__).parent / "published.json")
-    """Configurations of public checkpoints by hub id, for plans without a connection. A run reads the files."""
     seed: ClassVar[int] = 20241
     """Seed of the random weights of the toy."""
-    component_names: ClassVar[tuple[str, ...]] = (POLICY,)
+    places: ClassVar[tuple[str, ...]] = ("revision", "tokenizer")
 
     def __init__(
         self,
@@ -133,79 +138,95 @@ class Pi0Bundle(ActionBundle):
                 places of its own.
         """
         need_version("transformers", WITH_CACHE, by=type(self).__name__)
-        self.path, self.revision, self.prompt_tokens, self.dtype_name = path, revision, prompt_tokens, dtype
-        self.version = version
-        self.root = None if path in self.toys else language_directory(path, revision)
-        self.config = self.toys[toy_of(path, version)] if self.root is None else checked_config(self.root, version)
-        facts = facts_of(self.config, observations, actions, chunk, prompt_tokens, train, batch_multiple(device))
-        self.train = train
-        self.settings: dict[str, Any] = {
-            "observations": shapes_of(observations), "actions": actions, "chunk": chunk, "num_steps": num_steps,
-            "eta": eta, "logp_of": logp_of, "train": train, "prompt_tokens": prompt_tokens, "version": version,
+        self.version, self.words = version, tokenizer
+        settings = {
+            "path": path, "revision": revision, "version": version, "tokenizer": tokenizer, "dtype": dtype,
+            "observations": observations, "actions": actions, "chunk": chunk, "num_steps": num_steps, "eta": eta,
+            "logp_of": logp_of, "train": train, "prompt_tokens": prompt_tokens,
         }  # fmt: skip
-        words = self.root if tokenizer is None else tokenizer_directory(tokenizer)
-        self.tokenizer = gemma_tokenizer() if words is None else load_tokenizer(words)
-        torch_dtype = TORCH_DTYPES[dtype]
-        super().__init__({POLICY: self._policy(torch_dtype)}, facts, dtype=torch_dtype, device=device)
+        super().__init__(device, settings)
         self.trainable().freeze(train)
 
     @classmethod
-    def facts_from(cls, settings: Mapping[str, Any]) -> ActionFacts:
-        """The facts of the policy with these settings of a recipe, without its weights."""
-        names = ("observations", "actions", "chunk", "prompt_tokens", "train")
-        observations, actions, chunk, prompt_tokens, train = (settings[name] for name in names)
-        config = cls._config_to_plan(settings["path"], settings["revision"], settings["version"])
-        return facts_of(config, observations, actions, chunk, prompt_tokens, train, 1)
+    def config_in(cls, root: Path, settings: Settings) -> Config:
+        return read_json(root / CONFIG)
 
     @classmethod
-    def estimate(cls, path: str, revision: str | None = None) -> ModelEstimate:
-        """The sizes of a model that is not loaded, for decisions of one action from one image."""
-        from accelerate import init_empty_weights
+    def config_for(cls, settings: Settings) -> Config:
+        """The configuration. `version` None: of either version."""
+        path, version = settings["path"], settings.get("version")
+        if path in cls.toys and version == "pi05":
+            path = f"{path.removesuffix(TOY_05)}{TOY_05}"
+        return of_version(super().config_for({**settings, "path": path}), path, version)
 
-        config = cls._config_to_plan(path, revision, None)
-        with quiet_libraries(), init_empty_weights(include_buffers=False):
-            network = network_of(config)
-        sizes = network.config
-        shapes = {"camera": (3, 224, 224), STATE: (sizes.max_state_dim,)}
-        facts = facts_of(config, shapes, min(NUM_ACTIONS, sizes.max_action_dim), 1, PROMPT_TOKENS, "expert", 1)
-        return ModelEstimate(
-            facts=facts,
-            parameters={POLICY: parameters_of(network)},
-            linears=linears_of(network),
-            patches=patches_of(network),
-            **block_counts(network, facts),
-            width=sizes.vlm_config.text_config.hidden_size,
+    @classmethod
+    def described(cls, config: Config, settings: Settings, multiple: int) -> ActionFacts:
+        sizes, shapes = configuration_of(config), settings["observations"]
+        positive(actions=settings["actions"], chunk=settings["chunk"], prompt_tokens=settings["prompt_tokens"])
+        check_sizes(
+            "pi0", shapes, settings["actions"], settings["chunk"],
+            state=sizes.max_state_dim, width=sizes.max_action_dim, horizon=sizes.chunk_size,
+        )  # fmt: skip
+        vision = sizes.vlm_config.vision_config
+        patches = (vision.image_size // vision.patch_size) ** 2
+        decoders = {"dit.layers": sizes.dit_config.num_hidden_layers}
+        if settings["train"] == "all":
+            decoders["language_model.layers"] = sizes.vlm_config.text_config.num_hidden_layers
+        version = version_of(config)
+        after = 1 if version == "pi0" else shapes[STATE][0] * NUMBER_TOKENS + CLOSING_TOKENS
+        return instructed_facts(
+            settings,
+            multiple,
+            family=version,
+            block_class_names=("GemmaDecoderLayer", "AdaptiveGemmaLayer", "SiglipEncoderLayer"),
+            lora_targets=decoder_targets(decoders),
+            tokens=len(cameras_of(shapes)) * patches + after + sizes.chunk_size,
         )
 
     @classmethod
-    def _config_to_plan(cls, path: str, revision: str | None, version: Version | None) -> Config:
-        """The configuration, without the weights. `version` None: that of the files."""
-        if path in cls.toys:
-            return cls.toys[toy_of(path, version)]
-        if path in cls.published and revision is None:
-            return of_version(cls.published[path], path, version)
-        return checked_config(language_directory(path, revision, configs_only=True), version)
+    def usual(cls, config: Config) -> Settings:
+        sizes = configuration_of(config)
+        shapes = {"camera": (3, 224, 224), STATE: (sizes.max_state_dim,)}
+        return {"observations": shapes, "actions": min(NUM_ACTIONS, sizes.max_action_dim), "train": "expert"}
+
+    @classmethod
+    def measured(cls, config: Config) -> tuple[PI0ForConditionalGeneration, int]:
+        from accelerate import init_empty_weights
+
+        with quiet_libraries(), init_empty_weights(include_buffers=False):
+            network = network_of(config)
+        return network, network.config.vlm_config.text_config.hidden_size
 
     def trainable(self) -> Pi0Policy:
         network = super().trainable()
         assert isinstance(network, Pi0Policy)
         return network
 
-    def stage(self) -> InstructedStage:
-        network = self.trainable()
+    def load_tokenizer(self) -> PreTrainedTokenizerBase:
+        if self.words is not None:
+            return load_tokenizer(language_directory(self.words, None, configs_only=True))
+        return gemma_tokenizer() if self.root is None else load_tokenizer(self.root)
+
+    def prompter(self) -> Instructor:
         start, version = self.tokenizer.bos_token, self.version
-        instructor = Instructor(self.tokenizer, self.prompt_tokens, lambda task: f"{start}{text_of(version, task)}")
-        return InstructedStage(network, self.facts, instructor, network.hidden_size, self.dtype)
+        return Instructor(self.tokenizer, self.prompt_tokens, lambda task: f"{start}{text_of(version, task)}")
 
-    def untrained(self) -> Pi0Policy:
-        return self._policy(self.dtype).requires_grad_(False).eval()
-
-    def reopened(self, folder: Path) -> Pi0Bundle:
-        return Pi0Bundle(self.device, path=str(folder), dtype=self.dtype_name, **self.settings)
+    def filled(self, dtype: torch.dtype) -> Pi0Policy:
+        if self.root is None:
+            network = network_of(self.config)
+            randomise(network, self.seed)
+            cast_module(network, dtype)
+            return self._policy(network)
+        layout: dict[str, Any] = {"config": configuration_of(self.config)}
+        if self.version == "pi05":
+            # transformers has all other names, since this class is one of its pi0.
+            layout["key_mapping"] = {f"^(model.)?{PUBLISHED_NAMES[VISION]}": VISION}
+        with quiet_libraries():
+            return self._policy(load_network(network_class(self.config), self.root, dtype, **layout))
 
     def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> Path:
         """Write the policy with the names of the published weights, and the configuration that it was read with."""
-        policy = self.untrained()
+        policy = self.filled(self.dtype)
         policy.load_state_dict({name: tensor.to(self.dtype) for name, tensor in tensors.items()}, strict=False)
         if self.version == "pi05":
             folder.mkdir(parents=True, exist_ok=True)
@@ -217,43 +238,19 @@ class Pi0Bundle(ActionBundle):
                 policy.pi0.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
         if self.root is not None:
-            copy_files(self.root, folder, (*BESIDE, *(path.name for path in self.root.glob(NORMALIZER))))
+            copy_beside(self.root, folder, BESIDE)
             for path in self.root.rglob(OPENPI):
                 copy_files(path.parent, folder, (OPENPI,))
         return folder
 
-    def _policy(self, dtype: torch.dtype) -> Pi0Policy:
-        """The network on the CPU with the weights of the files, or those of the toy."""
-        given, root = self.settings, self.root
-        if root is None:
-            network = network_of(self.config)
-            randomise(network, self.seed)
-            cast_module(network, dtype)
-        else:
-            with quiet_libraries():
-                layout: dict[str, Any] = {"config": configuration_of(self.config)}
-                if self.version == "pi05":
-                    # transformers has all other names, since this class is one of its pi0.
-                    layout["key_mapping"] = {f"^(model.)?{PUBLISHED_NAMES[VISION]}": VISION}
-                network = load_network(network_class(self.config), root, dtype, **layout)
+    def _policy(self, network: PI0ForConditionalGeneration) -> Pi0Policy:
+        """A network as a policy, with the scales of its data."""
+        root, is_pi05 = self.root, self.version == "pi05"
         statistics = {} if root is None else statistics_in(root)
-        by_quantiles = self.version == "pi05"
-        settings: dict[str, Any] = {
-            "cameras": cameras_of(given["observations"]),
-            "actions": given["actions"],
-            "chunk": given["chunk"],
-            "num_steps": given["num_steps"],
-            "kernel": FlowSDEStrategy(eta=given["eta"]),
-            "logp_of": given["logp_of"],
-        }
-        for name, key, size in (
-            ("state", f"observations.{STATE}", given["observations"][STATE][0]),
-            ("actions", "actions", given["actions"]),
-        ):
-            place = f"{self.path}/{PROCESSOR}" if not by_quantiles else f"the data of {self.path}"
-            scale = Scale.of(statistics, name, size, f"bundle.{key}", place, quantiles=by_quantiles)
-            settings[name.removesuffix("s")] = scale
-        if self.version == "pi0":
+        settings = chain_settings(
+            self.settings, statistics, f"the data of {self.path}", bounds=QUANTILES if is_pi05 else None
+        )
+        if not is_pi05:
             return Pi0Policy(network, **settings)
         numbers, closing = number_tokens(self.tokenizer)
         is_padded = root is not None and (root / PREPROCESSOR).is_file()
@@ -288,68 +285,11 @@ def number_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, Tensor]:
     return numbers, torch.tensor(rows[-1])
 
 
-def facts_of(
-    config: Config,
-    observations: Mapping[str, tuple[int, ...]],
-    actions: int,
-    chunk: int,
-    prompt_tokens: int,
-    train: TrainedPart,
-    multiple: int,
-) -> ActionFacts:
-    """The facts of a policy with these observations and actions.
-
-    Raises:
-        InvalidValueError: 2004, the network cannot read or make them.
-    """
-    sizes = configuration_of(config)
-    positive(actions=actions, chunk=chunk, prompt_tokens=prompt_tokens)
-    shapes = shapes_of(observations)
-    check_sizes(
-        "pi0", shapes, actions, chunk,
-        state=sizes.max_state_dim, width=sizes.max_action_dim, horizon=sizes.chunk_size,
-    )  # fmt: skip
-    vision = sizes.vlm_config.vision_config
-    patches = (vision.image_size // vision.patch_size) ** 2
-    decoders = {"dit": sizes.dit_config.num_hidden_layers}
-    if train == "all":
-        decoders["language_model"] = sizes.vlm_config.text_config.num_hidden_layers
-    version = version_of(config)
-    assert version is not None, "a configuration is checked before"
-    after = 1 if version == "pi0" else shapes[STATE][0] * NUMBER_TOKENS + CLOSING_TOKENS
-    return ActionFacts(
-        family=version,
-        block_class_names=("GemmaDecoderLayer", "AdaptiveGemmaLayer", "SiglipEncoderLayer"),
-        lora_targets=tuple(
-            f"{part}.layers.{number}.{layer}"
-            for part, count in decoders.items()
-            for number in range(count)
-            for layer in LAYERS
-        ),
-        observations={**shapes, INSTRUCTION: (prompt_tokens,)},
-        actions=ContinuousActions(actions),
-        chunk=chunk,
-        can_imitate=False,
-        tokens_per_decision=len(cameras_of(shapes)) * patches + prompt_tokens + after + sizes.chunk_size,
-        batch_multiple=multiple,
-    )
-
-
-def toy_of(path: str, version: Version | None) -> str:
-    """The entry of toy.json for a toy and a version."""
-    return f"{path}-pi05" if version == "pi05" and not path.endswith("-pi05") else path
-
-
 def version_of(config: Config) -> Version | None:
     """What model a configuration belongs to: pi0 of transformers, pi0.5 of lerobot, or another one."""
     if config.get("type") == "pi05":
         return "pi05"
     return "pi0" if config.get("model_type") == "pi0" else None
-
-
-def checked_config(root: Path, version: Version | None) -> Config:
-    """The configuration in a folder, see `of_version`."""
-    return of_version(read_json(root / CONFIG), str(root), version)
 
 
 def of_version(config: Config, place: str, version: Version | None) -> Config:
@@ -397,11 +337,6 @@ def network_of(config: Config) -> PI0ForConditionalGeneration:
     """The network with weights of no meaning."""
     with torch.random.fork_rng(devices=[]):
         return network_class(config)(configuration_of(config)).eval()
-
-
-def tokenizer_directory(path: str) -> Path:
-    """The folder of a tokenizer: `path` itself, or the files of the hub."""
-    return language_directory(path, None, configs_only=True)
 
 
 def published_name(name: str) -> str:

@@ -225,6 +225,11 @@ class PolicyNetwork(nn.Module):
     def entropy(self, parameters: Any) -> Float[Tensor, "N"]:
         """[N] entropy, nats."""
 
+    @property
+    def hidden_size(self) -> int:
+        """D of the states `HIDDEN`. 0 if this network makes none."""
+        return 0
+
     def states(self, parameters: Any) -> Outputs:
         """`HIDDEN`, if values are computed from a state of this network. Empty otherwise."""
         return {}

@@ -17,20 +17,23 @@ EPS = 1e-8
 """Added to a std, as PI0Processor and lerobot do."""
 PROCESSOR, OPENPI = "processor_config.json", "norm_stats.json"
 NORMALIZER = "policy_preprocessor_step_*_normalizer_processor.safetensors"
+Bounds = tuple[str, str]
+QUANTILES, EXTREMES = ("q01", "q99"), ("min", "max")
+"""The statistics that may become -1 and 1."""
 Statistics = Mapping[str, Tensor]
 """Tensors [n] by `state_mean`, `state_std`, `state_q01`, `state_q99`, and the same of `actions`."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """x becomes (x - mean) / std. Mean and std are those of the data, or have two of its quantiles become -1 and 1."""
+    """x becomes (x - mean) / std. Mean and std are those of the data, or have two other statistics become -1 and 1."""
 
     mean: Tensor  # [n]
     std: Tensor  # [n]
 
     @classmethod
     def of(
-        cls, statistics: Statistics, name: str, size: int, key: str, place: str, *, quantiles: bool = False
+        cls, statistics: Statistics, name: str, size: int, key: str, place: str, *, bounds: Bounds | None = None
     ) -> Scale:
         """The scale of `name` in the statistics. Without its two tensors, numbers stay as they are.
 
@@ -39,12 +42,12 @@ class Scale:
             size: n.
             key: the setting of the bundle that gives n, for errors.
             place: of the statistics, for errors.
-            quantiles: the quantiles of 1 % and 99 % become -1 and 1.
+            bounds: the two statistics that become -1 and 1. None: mean and std.
 
         Raises:
             InvalidValueError: 2004, the statistics have another number of entries.
         """
-        names = [f"{name}_{part}" for part in (("q01", "q99") if quantiles else ("mean", "std"))]
+        names = [f"{name}_{part}" for part in (bounds or ("mean", "std"))]
         first, second = (statistics.get(each) for each in names)
         if first is None or second is None:
             return cls(torch.zeros(size), torch.ones(size) - EPS)
@@ -53,7 +56,7 @@ class Scale:
                 f"{key}={size}: {place} has {names[0]} of {len(first)} and {names[1]} of {len(second)} numbers. Set "
                 f"{key}={len(first)}, or give statistics of the robot of this recipe"
             )
-        if quantiles:
+        if bounds is not None:
             return cls((first + second) / 2, (second - first) / 2)
         return cls(first, second)
 

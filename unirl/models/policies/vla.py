@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,7 +17,8 @@ from torch.nn.functional import pad
 
 from unirl.config.errors import InvalidValueError
 from unirl.models.policies.flow import FlowChain
-from unirl.models.policies.scales import EPS, Scale
+from unirl.models.policies.scales import EPS, Bounds, Scale, Statistics
+from unirl.sde.kernels import FlowSDEStrategy
 from unirl.types.environments import STATE, ContinuousActions, Observations
 from unirl.types.protocols import Kernel
 
@@ -27,6 +28,13 @@ if TYPE_CHECKING:
 CountedEntries = Literal["executed", "all"]
 TrainedPart = Literal["expert", "all"]
 Shapes = Mapping[str, tuple[int, ...]]
+DECODER_LAYERS = (
+    *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+    *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+)
+"""The linear layers of a block of Llama, Gemma or Qwen."""
+NUM_ACTIONS, PROMPT_TOKENS = 7, 48
+"""The numbers of an action of the usual robot, and the places for an instruction in published models."""
 EMPTY = -1
 """Stands in the places of an instruction that no token fills."""
 
@@ -127,6 +135,40 @@ class Instructor:
         return rows
 
 
+def chain_settings(
+    settings: Mapping[str, Any], statistics: Statistics, place: str, *, bounds: Bounds | None = None
+) -> dict[str, Any]:
+    """The arguments of a `ChunkChain` that follow from the settings of its bundle and the statistics of its data.
+
+    Args:
+        place: of the statistics, for errors.
+        bounds: the statistics that become -1 and 1 (`Scale.of`).
+    """
+    state, actions = settings["observations"][STATE][0], settings["actions"]
+    return {
+        "cameras": cameras_of(settings["observations"]),
+        "actions": actions,
+        "chunk": settings["chunk"],
+        "num_steps": settings["num_steps"],
+        "kernel": FlowSDEStrategy(eta=settings["eta"]),
+        "logp_of": settings["logp_of"],
+        "state": Scale.of(statistics, "state", state, f"bundle.observations.{STATE}", place, bounds=bounds),
+        "action": Scale.of(statistics, "actions", actions, "bundle.actions", place, bounds=bounds),
+    }
+
+
+def decoder_targets(decoders: Mapping[str, int], layers: Sequence[str] = DECODER_LAYERS) -> tuple[str, ...]:
+    """The names of the linear layers of some decoders, for adapters.
+
+    Args:
+        decoders: the name of the list of layers of each decoder, and their number.
+        layers: the linear layers of each of them.
+    """
+    return tuple(
+        f"{part}.{number}.{layer}" for part, count in decoders.items() for number in range(count) for layer in layers
+    )
+
+
 def cameras_of(shapes: Shapes) -> tuple[str, ...]:
     """The keys of the images."""
     return tuple(key for key in shapes if key != STATE)
@@ -166,17 +208,24 @@ def check_sizes(model: str, shapes: Shapes, actions: int, chunk: int, *, state: 
             raise InvalidValueError(f"bundle.{name}={value}: the model denoises {limit} {what}. Use {limit} or less")
 
 
+SCALES = (
+    *("norm.weight", "norm1.weight", "norm2.weight", "norm3.weight", "layernorm.weight", "vlln.weight"),
+    "scale_factor",
+)
+"""The ends of the names of tensors that are 1 in a toy."""
+
+
 def random_state(shapes: Mapping[str, tuple[int, ...]], seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """Random weights: matrices keep the scale of their inputs, scales are 1 and biases 0."""
     generator = torch.Generator().manual_seed(seed)
     state = {}
     for name, shape in shapes.items():
-        if name.endswith(("norm.weight", "norm1.weight", "norm2.weight", "layernorm.weight", "scale_factor")):
+        if name.endswith(SCALES):
             values = torch.ones(shape)
-        elif name.endswith(".bias"):
+        elif name.endswith((".bias", ".b")):
             values = torch.zeros(shape)
         else:
-            fan_in = math.prod(shape[1:])
+            fan_in = shape[1] if name.endswith(".W") else math.prod(shape[1:])
             scale = 0.1 if name.endswith(("token", "pos_embed", "embed_tokens.weight")) else fan_in**-0.5
             values = torch.randn(shape, generator=generator) * scale
         state[name] = values.to(dtype)

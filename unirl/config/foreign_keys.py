@@ -98,6 +98,8 @@ ENVIRONMENTS: Mapping[str, str] = {
     "frankasim": "{_target_: unirl.envs.franka_sim.FrankaSimEnvironment}",
     "robocasa": "{_target_: unirl.envs.gymnasium.GymnasiumEnvironment, "
     "id: robocasa.wrappers.gym_wrapper:robocasa/<task>, max_steps: 500}",
+    "wan_wm": "{_target_: unirl.envs.world_model.WorldModelEnvironment, path: <folder>, "
+    "first: <environment>, reward: <class with score>}",
     "d4rl": "{_target_: unirl.envs.gymnasium.GymnasiumEnvironment, id: gymnasium_robotics:AntMaze_UMaze-v5}",
 }
 """An `env_type` of RLinf -> an environment here."""
@@ -109,7 +111,6 @@ NO_ADAPTER = (
     "behavior",
     "mujoco_warp",
     "opensora_wm",
-    "wan_wm",
     "embodichain",
     "roboverse",
     "realworld",

@@ -1,11 +1,12 @@
 """Trains a world model of `unirl.envs.pixel_reach`: a small Wan 2.2 that predicts the frames after four actions.
 
-    python scripts/train_world_model.py --out worlds/pixel_reach        # about a quarter of an hour on a core
+    python scripts/train_world_model.py --out worlds/pixel_reach
     python scripts/train_world_model.py --measure worlds/pixel_reach    # only the table of held-out errors
 
-Chunks of random actions from random places are recorded in the environment itself. First the VAE learns to encode and
-decode their frames, then the transformer and the tokens of the actions learn flow matching on its latents. The classes
-are those of the published 5B model; the text encoder keeps random weights, since no episode has an instruction.
+It never ran to the end, so what it learns within its default steps is not known. Chunks of random actions from random
+places are recorded in the environment itself. First the VAE learns to encode and decode their frames, then the
+transformer and the tokens of the actions learn flow matching on its latents. The classes are those of the published 5B
+model; the text encoder keeps random weights, since no episode has an instruction.
 """
 
 from __future__ import annotations

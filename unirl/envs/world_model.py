@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from unirl.config.errors import InvalidValueError
+from unirl.config.targets import find_target
 from unirl.models.denoising.bundle import DiffusersBundle
 from unirl.models.denoising.pipeline import DiffusionPipeline
-from unirl.models.wan21.family import Wan21Bundle, Wan21Pipeline
-from unirl.models.wan22.family import Wan22Bundle, Wan22Pipeline
 from unirl.models.world_model import ActionTokens, WorldModel, check_chunk
 from unirl.sde.kernels import EulerODE
 from unirl.types.device import accelerator
@@ -28,10 +27,11 @@ from unirl.types.environments import (
 from unirl.types.protocols import DtypeName
 from unirl.types.sampling import DiffusionSamplingParams
 
-FAMILIES: Mapping[str, tuple[type[DiffusersBundle], type[DiffusionPipeline[Any]]]] = {
-    "wan21": (Wan21Bundle, Wan21Pipeline),
-    "wan22": (Wan22Bundle, Wan22Pipeline),
+FAMILIES: Mapping[str, tuple[str, str]] = {
+    "wan21": ("unirl.models.wan21.family.Wan21Bundle", "unirl.models.wan21.family.Wan21Pipeline"),
+    "wan22": ("unirl.models.wan22.family.Wan22Bundle", "unirl.models.wan22.family.Wan22Pipeline"),
 }
+"""Bundle and pipeline of a family. They are targets, as in the recipes of these models."""
 
 
 class FirstFrames(Protocol):
@@ -122,7 +122,9 @@ class WorldModelEnvironment:
         """
         self._path, self._dtype, self._chunk, self._max_steps = path, dtype, chunk, max_steps
         self._first, self._reward, self._camera = first, reward, camera
-        self._bundle_class, self._pipeline_class = FAMILIES[model]
+        bundle, pipeline = FAMILIES[model]
+        self._bundle_class: type[DiffusersBundle] = find_target(bundle, "pipeline.env.model", ())
+        self._pipeline_class: type[DiffusionPipeline[Any]] = find_target(pipeline, "pipeline.env.model", ())
         height, width = frame_size(first, camera)
         self._sampling = DiffusionSamplingParams(
             kernel=EulerODE(),

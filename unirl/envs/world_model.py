@@ -27,12 +27,6 @@ from unirl.types.environments import (
 from unirl.types.protocols import DtypeName
 from unirl.types.sampling import DiffusionSamplingParams
 
-FAMILIES: Mapping[str, tuple[str, str]] = {
-    "wan21": ("unirl.models.wan21.family.Wan21Bundle", "unirl.models.wan21.family.Wan21Pipeline"),
-    "wan22": ("unirl.models.wan22.family.Wan22Bundle", "unirl.models.wan22.family.Wan22Pipeline"),
-}
-"""Bundle and pipeline of a family. They are targets, as in the recipes of these models."""
-
 
 class FirstFrames(Protocol):
     """Shows the frames with which episodes begin. Every environment with images does."""
@@ -122,9 +116,9 @@ class WorldModelEnvironment:
         """
         self._path, self._dtype, self._chunk, self._max_steps = path, dtype, chunk, max_steps
         self._first, self._reward, self._camera = first, reward, camera
-        bundle, pipeline = FAMILIES[model]
-        self._bundle_class: type[DiffusersBundle] = find_target(bundle, "pipeline.env.model", ())
-        self._pipeline_class: type[DiffusionPipeline[Any]] = find_target(pipeline, "pipeline.env.model", ())
+        family = f"unirl.models.{model}.family.{model.title()}"
+        self._bundle_class: type[DiffusersBundle] = find_target(f"{family}Bundle", "pipeline.env.model", ())
+        self._pipeline_class: type[DiffusionPipeline[Any]] = find_target(f"{family}Pipeline", "pipeline.env.model", ())
         height, width = frame_size(first, camera)
         self._sampling = DiffusionSamplingParams(
             kernel=EulerODE(),

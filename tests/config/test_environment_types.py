@@ -33,7 +33,7 @@ def test_an_answer_names_a_class_and_keys_that_it_takes(answer):
     ("kind", "message"),
     [
         ("libero", r"env\.train\.env_type=libero: .* pipeline\.env=\{_target_: unirl\.envs\.libero\.LiberoEnvironment"),
-        ("robotwin", r"env\.train\.env_type=robotwin: there is no adapter .* id: <module>:<id>"),
+        ("embodichain", r"env\.train\.env_type=embodichain: there is no adapter .* id: <module>:<id>"),
     ],
 )
 def test_a_recipe_with_env_type_is_answered(kind, message):

@@ -98,18 +98,25 @@ ENVIRONMENTS: Mapping[str, str] = {
     "frankasim": "{_target_: unirl.envs.franka_sim.FrankaSimEnvironment}",
     "robocasa": "{_target_: unirl.envs.gymnasium.GymnasiumEnvironment, "
     "id: robocasa.wrappers.gym_wrapper:robocasa/<task>, max_steps: 500}",
+    **{
+        kind: f"{{_target_: unirl.envs.simulators.{name}Environment, task: <task>, observations: {{<key>: <part>}}, "
+        "actions: <count>, config: <file>}"
+        for kind, name in (
+            ("calvin", "Calvin"),
+            ("habitat", "Habitat"),
+            ("isaaclab", "IsaacLab"),
+            ("behavior", "Behavior"),
+            ("robotwin", "RoboTwin"),
+        )
+    },
+    "wan_wm": "{_target_: unirl.envs.world_model.WorldModelEnvironment, path: <folder>, "
+    "first: <environment>, reward: <class with score>}",
     "d4rl": "{_target_: unirl.envs.gymnasium.GymnasiumEnvironment, id: gymnasium_robotics:AntMaze_UMaze-v5}",
 }
 """An `env_type` of RLinf -> an environment here."""
 NO_ADAPTER = (
-    "robotwin",
-    "isaaclab",
-    "calvin",
-    "habitat",
-    "behavior",
     "mujoco_warp",
     "opensora_wm",
-    "wan_wm",
     "embodichain",
     "roboverse",
     "realworld",

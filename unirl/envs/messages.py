@@ -65,7 +65,7 @@ class SlotsReply(msgspec.Struct, frozen=True):
 
 # Between a run and an environment server
 
-PROTOCOL = 1
+PROTOCOL = 2
 """The version of the messages below. Both ends must have the same."""
 
 
@@ -94,6 +94,7 @@ class Welcome(msgspec.Struct, frozen=True):
     """The number of discrete actions. None: actions are `continuous` numbers."""
     continuous: int | None = None
     most_steps: int | None = None
+    chunk: int = 1
     is_keyed: bool = True
 
 

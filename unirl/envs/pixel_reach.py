@@ -35,6 +35,10 @@ NEAR = 0.25
 """The distance at which a target is reached."""
 RADIUS = 0.2
 """The radius of the discs in the image, in units of the plane."""
+FAINT = 0.5
+"""Pixels that are darker than this share of white show no disc."""
+FAR = 2 * 2**0.5
+"""The largest distance in the plane."""
 
 
 class PixelReachEnvironment:
@@ -138,6 +142,32 @@ class PixelReachEnvironment:
         hidden = torch.zeros(len(rows), 3, dtype=torch.bool)
         hidden[:, COLOURS["blue"]] = self._is_alone[rows]
         return hidden
+
+
+class DiscReward:
+    """The reward of the environment, read from its images alone: for frames that a model predicts.
+
+    The place of a disc is the mean of the pixels of its channel, weighted by how much brighter they are than grey. A
+    disc that is not there counts as far away, so losing it costs reward.
+    """
+
+    def score(self, before: Tensor, frames: Tensor, tasks: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Rewards [B, C] and success [B, C] of frames [B, C, 3, H, W] uint8 after the frame `before` [B, 3, H, W]."""
+        wanted = torch.tensor([target_of(task) for task in tasks])
+        places = disc_places(torch.cat([before[:, None], frames], 1))  # [B, C + 1, 3, 2]
+        targets = places[torch.arange(len(wanted)), :, wanted]
+        distances = (places[:, :, HAND] - targets).norm(dim=-1).nan_to_num(FAR)
+        success = distances[:, 1:] < NEAR
+        return (distances[:, :-1] - distances[:, 1:] + success).float(), success
+
+
+def disc_places(images: Tensor) -> Tensor:
+    """[..., 3, 2] the places of the discs in images [..., 3, H, W] uint8, in the plane. NaN where there is none."""
+    height, width = images.shape[-2:]
+    bright = (images.double() / 255 - FAINT).clamp(min=0.0)
+    total = bright.sum((-2, -1))
+    across, down = ((torch.arange(n, dtype=torch.float64) + 0.5) * (2 / n) - 1 for n in (width, height))
+    return torch.stack([bright.sum(-2) @ across, bright.sum(-1) @ down], -1) / total[..., None]
 
 
 def target_of(task: str) -> int:

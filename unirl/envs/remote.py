@@ -267,4 +267,6 @@ def spaces_of(found: Welcome) -> EnvironmentSpaces:
         actions: DiscreteActions | ContinuousActions = DiscreteActions(found.discrete)
     else:
         actions = ContinuousActions(found.continuous or 0)
-    return EnvironmentSpaces(observations=found.observations, actions=actions, most_steps=found.most_steps)
+    return EnvironmentSpaces(
+        observations=found.observations, actions=actions, most_steps=found.most_steps, chunk=found.chunk
+    )

@@ -127,6 +127,7 @@ def welcome(spaces: EnvironmentSpaces, is_keyed: bool) -> Welcome:
         discrete=actions.count if isinstance(actions, DiscreteActions) else None,
         continuous=None if isinstance(actions, DiscreteActions) else actions.size,
         most_steps=spaces.most_steps,
+        chunk=spaces.chunk,
         is_keyed=is_keyed,
     )
 
@@ -150,7 +151,7 @@ def answer(environment: Environment, request: ServerRequest) -> ServerReply:
 def _step(environment: Environment, request: StepRequest) -> ServerReply:
     is_discrete = isinstance(environment.spaces.actions, DiscreteActions)
     actions = torch.frombuffer(bytearray(request.actions), dtype=torch.int64 if is_discrete else torch.float32)
-    step = environment.step(request.slots, actions if is_discrete else actions.reshape(len(request.slots), -1))
+    step = environment.step(request.slots, actions.reshape(len(request.slots), *environment.spaces.step_shape))
     return ServerReply(
         observations=_bytes_of(step.observations),
         rewards=step.rewards.numpy().tobytes(),

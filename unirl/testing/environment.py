@@ -60,12 +60,12 @@ def play(environment: Environment, slots: Sequence[int], seeds: Sequence[int], s
 
 
 def action(environment: Environment, seed: int) -> Tensor:
-    """A random action inside of the bounds."""
+    """What one step takes in a slot: random actions inside of the bounds."""
     generator = torch.Generator().manual_seed(seed)
-    space = environment.spaces.actions
-    if isinstance(space, DiscreteActions):
-        return torch.randint(space.count, (), generator=generator)
-    return torch.rand(space.size, generator=generator) * 2 - 1
+    spaces = environment.spaces
+    if isinstance(spaces.actions, DiscreteActions):
+        return torch.randint(spaces.actions.count, spaces.step_shape, generator=generator)
+    return torch.rand(spaces.step_shape, generator=generator) * 2 - 1
 
 
 def check_observations(environment: Environment, observations: Observations, count: int, what: str) -> None:
@@ -128,9 +128,9 @@ def check_clipping(environment: Environment, seed: int) -> None:
             environment.reset([1], [EpisodeStart(seed=seed)])
             if isinstance(space, DiscreteActions):
                 bound = 0 if side < 0 else space.count - 1
-                given = torch.tensor([bound + side * (size - 1)])
+                given = torch.full((1, *environment.spaces.step_shape), bound + side * (size - 1))
             else:
-                given = torch.full((1, space.size), float(side * size))
+                given = torch.full((1, *environment.spaces.step_shape), float(side * size))
             step = environment.step([1], given)
             check_step(environment, step, 1)
             results.append([*step.observations.values(), step.rewards])

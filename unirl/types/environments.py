@@ -50,7 +50,16 @@ class EnvironmentSpaces:
     """The shape of an observation, by key."""
     actions: ActionSpace
     most_steps: int | None = None
-    """The step after which the environment truncates an episode. None: it does not."""
+    """The action after which the environment truncates an episode. None: it does not."""
+    chunk: int = 1
+    """Actions that one call of `step` takes in a slot, C. A simulator that predicts several frames at once has more
+    than 1; it then gets [B, C, ...] in place of [B, ...], and a decision of the policy is a multiple of C actions."""
+
+    @property
+    def step_shape(self) -> tuple[int, ...]:
+        """The shape of what one call of `step` takes in a slot: [A] numbers or [] for an index, after [C] if C > 1."""
+        one = () if isinstance(self.actions, DiscreteActions) else (self.actions.size,)
+        return one if self.chunk == 1 else (self.chunk, *one)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +112,11 @@ class Environment(Protocol):
         """
 
     def step(self, slots: Sequence[int], actions: Tensor) -> EnvironmentStep:
-        """Take one action in each slot: [B] int64, or [B, A] float32 in [-1, 1]. Numbers outside are clipped."""
+        """Take one action in each slot: [B] int64, or [B, A] float32 in [-1, 1]. Numbers outside are clipped.
+
+        With `spaces.chunk` C > 1, it takes C actions in each slot, [B, C] or [B, C, A]. Rewards are their sum, until
+        the episode ends; the actions after its end do nothing.
+        """
 
     def render(self, slots: Sequence[int]) -> Tensor | None:
         """[B, 3, H, W] uint8 images of the slots. None if the environment draws none."""

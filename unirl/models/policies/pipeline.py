@@ -234,6 +234,11 @@ def check_spaces(facts: ActionFacts, spaces: EnvironmentSpaces) -> None:
     misfit = facts.misfit(spaces)
     if misfit is not None:
         raise IncompatibleError(f"bundle and pipeline.env: {misfit}")
+    if facts.chunk % spaces.chunk:
+        raise IncompatibleError(
+            f"bundle and pipeline.env: the policy decides on {facts.chunk} actions at a time, and the environment "
+            f"takes {spaces.chunk}. Set bundle.chunk={spaces.chunk}, or a multiple of it"
+        )
 
 
 def check_limit(sampling: ActionSamplingParams, spaces: EnvironmentSpaces, where: str = "") -> None:
@@ -343,17 +348,18 @@ class EpisodeLoop:
 
     def act(self, rows: Tensor, executed: Tensor) -> EnvironmentStep:
         """The outcome of a chunk of actions [n, chunk, ...]: rewards are summed, until an episode ends."""
-        slots = rows.tolist()
+        slots, size = rows.tolist(), self.env.spaces.chunk
+        executed = executed if size == 1 else executed.unflatten(1, (-1, size))
         step = self.env.step(slots, executed[:, 0])
         self.note_faults(slots, step)
-        self.steps = torch.ones(len(rows), dtype=torch.int64)
+        self.steps = torch.full((len(rows),), size)
         for place in range(1, executed.shape[1]):
             going = torch.nonzero(~(step.terminated | step.truncated))[:, 0]
             if not len(going):
                 break
             later = self.env.step(rows[going].tolist(), executed[going, place])
             self.note_faults(rows[going].tolist(), later)
-            self.steps[going] += 1
+            self.steps[going] += size
             step = joined(step, later, going)
         return step
 

@@ -46,6 +46,8 @@ def texts_of(module: Module) -> Iterator[str]:
     for node in nodes:
         if isinstance(node, ast.Call):
             yield from names_of_call(node)
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).endswith("_TIMER"):
+            yield f"time/{ast.literal_eval(node.value)}"
         elif id(node) not in skipped and isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
         elif id(node) not in skipped and isinstance(node, ast.JoinedStr):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol, cast
 
 import msgspec
 import torch
@@ -96,8 +96,7 @@ class WorldModelEnvironment:
     ) -> None:
         """
         Args:
-            path: folder or hub id of a world model, `pixel_reach` for the small one that ships with this package, or a
-                toy with random weights, such as `toy-world`.
+            path: folder or hub id of a world model, or a toy with random weights, such as `toy-world`.
             first: the environment whose resets show the first frames. It is never stepped.
             reward: scores the frames.
             model: family of the checkpoint: Wan 2.1 or 2.2, of image to video.
@@ -117,8 +116,9 @@ class WorldModelEnvironment:
         self._path, self._dtype, self._chunk, self._max_steps = path, dtype, chunk, max_steps
         self._first, self._reward, self._camera = first, reward, camera
         family = f"unirl.models.{model}.family.{model.title()}"
-        self._bundle_class: type[DiffusersBundle] = find_target(f"{family}Bundle", "pipeline.env.model", ())
-        self._pipeline_class: type[DiffusionPipeline[Any]] = find_target(f"{family}Pipeline", "pipeline.env.model", ())
+        self._bundle_class = cast(type[DiffusersBundle], find_target(f"{family}Bundle", "pipeline.env.model"))
+        pipeline = find_target(f"{family}Pipeline", "pipeline.env.model")
+        self._pipeline_class = cast(type[DiffusionPipeline[Any]], pipeline)
         height, width = frame_size(first, camera)
         self._sampling = DiffusionSamplingParams(
             kernel=EulerODE(),

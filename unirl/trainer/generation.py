@@ -110,7 +110,7 @@ class StepSampler:
                 self.engine.send_again(req)
 
     @contextmanager
-    def _turn(self, part: RolloutReq, timer: str | None) -> Iterator[RolloutReq]:
+    def _turn(self, part: RolloutReq, timer: str) -> Iterator[RolloutReq]:
         """Has the engine for the block. Yields the part of a request with the weights that the engine has."""
         # In a phase of generation, the engine calls `Phases.turn`.
         with self.engine.sampling(part) as sourced, self.phase("generate", self.learners[0].track, timer):

@@ -18,9 +18,9 @@ from unirl.trainer.slices import sampled_in_slices
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp
 
-TimedTurn = Callable[[RolloutReq, "str | None"], AbstractContextManager[RolloutReq]]
+TimedTurn = Callable[[RolloutReq, str], AbstractContextManager[RolloutReq]]
 """Has the engine for a request in its block, and yields it with the weights that the engine has. Also given the name of
-the timer of the block; None: the block is not timed."""
+the timer of the block."""
 
 
 def in_parts(req: RolloutReq, count: int) -> list[RolloutReq]:
@@ -103,7 +103,7 @@ class OverlappedScoring:
             last=last[0] if last else None,
         )
 
-    def _sampled(self, turn: TimedTurn, part: RolloutReq, engine: RolloutEngine, timer: str | None) -> SampledPart:
+    def _sampled(self, turn: TimedTurn, part: RolloutReq, engine: RolloutEngine, timer: str) -> SampledPart:
         """The samples of a part, and the part with the weights that they come from."""
         if self.slice_tokens is not None:
             return sampled_in_slices(part, lambda slices: turn(slices, timer), engine, self.slice_tokens)

@@ -1,4 +1,4 @@
-"""Who samples the parts of a request: the engine, one part after another or several at once, and devices that join.
+"""Who samples the parts of a request: the engine, one part after another, and devices that join it.
 
 Who samples a part changes no bit of it: noise and tokens follow from the weights, the prompts and the keys of a row.
 """
@@ -66,8 +66,8 @@ class JoiningEngine:
             self.changed.notify_all()
 
 
-Sample = Callable[[RolloutReq, RolloutEngine, "str | None"], SampledPart]
-"""Samples a part on an engine. The third argument is the timer of the work; None: another thread's covers it."""
+Sample = Callable[[RolloutReq, RolloutEngine, str], SampledPart]
+"""Samples a part on an engine. The third argument is the timer of the work."""
 Done = Callable[[int, SampledPart], None]
 """Takes a part that is sampled, with its number. Calls come one after another, in any order of parts."""
 
@@ -78,19 +78,15 @@ class PartSampling:
 
     pool: Pool
     rollout: RolloutEngine
-    at_once: int = 1
-    """Parts that the engine samples at the same time."""
     joining: JoiningEngine | None = None
 
     def __call__(self, parts: Sequence[RolloutReq], sample: Sample, done: Done) -> None:
         """Sample all parts, the first ones first. Raises the first error, after all others have ended."""
         queue = PartQueue(parts, sample, done, self.joining)
-        threads = [self._thread(queue, self.rollout, None) for _ in range(min(self.at_once, len(parts)) - 1)]
-        if self.joining is not None:
-            threads.append(self._thread(queue, self.joining.engine, JOIN_TIMER))
+        joins = None if self.joining is None else self._thread(queue, self.joining.engine)
         queue.work(self.rollout, "generate")
-        for thread in threads:
-            thread.join()
+        if joins is not None:
+            joins.join()
         if queue.error is not None:
             raise queue.error
 
@@ -98,12 +94,12 @@ class PartSampling:
         """The loop waits in the block, so that the training devices may join."""
         return nullcontext() if self.joining is None else self.joining.lent()
 
-    def _thread(self, queue: PartQueue, engine: RolloutEngine, timer: str | None) -> threading.Thread:
+    def _thread(self, queue: PartQueue, engine: RolloutEngine) -> threading.Thread:
         step = self.pool.step
 
         def work() -> None:
             self.pool.step = step
-            queue.work(engine, timer)
+            queue.work(engine, JOIN_TIMER)
 
         thread = threading.Thread(target=work, name="sampling of parts", daemon=True)
         thread.start()
@@ -122,7 +118,7 @@ class PartQueue:
         self.error: BaseException | None = None
         """The first error. No part is begun after it."""
 
-    def work(self, engine: RolloutEngine, timer: str | None) -> None:
+    def work(self, engine: RolloutEngine, timer: str) -> None:
         """Sample parts on an engine until none waits."""
         joins = self.joining is not None and engine is self.joining.engine
         try:
@@ -149,7 +145,7 @@ class PartQueue:
                 self.changed.notify_all()
             return taken
 
-    def _sampled(self, part: RolloutReq, engine: RolloutEngine, timer: str | None, joins: bool) -> SampledPart:
+    def _sampled(self, part: RolloutReq, engine: RolloutEngine, timer: str, joins: bool) -> SampledPart:
         if not joins:
             return self.sample(part, engine, timer)
         assert self.joining is not None

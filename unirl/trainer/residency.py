@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast, get_args
 
@@ -117,18 +117,17 @@ class Phases:
             residency.enter(phases[name])
 
     @contextmanager
-    def __call__(self, name: str, track: str | None = None, timer: str | None = "") -> Iterator[None]:
+    def __call__(self, name: str, track: str | None = None, timer: str | None = None) -> Iterator[None]:
         """Time the block, bring in the parts that it needs, and end it when it passes its deadline.
 
         Args:
             track: the only policy that works in this phase; None = all.
-            timer: the name that the time gets if it is not that of the phase. None: the block is not timed.
+            timer: the name that the time gets. None: that of the phase.
 
         Raises:
             MemoryShortageError: 5002 if memory runs out in the block.
         """
-        timed = nullcontext() if timer is None else self.timers.phase(timer or name)
-        with timed, self.pool.watch(name):
+        with self.timers.phase(timer or name), self.pool.watch(name):
             try:
                 self._enter(name, track)
                 yield

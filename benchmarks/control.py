@@ -107,12 +107,6 @@ TASKS = {
         environments=16, maker="unirl.envs.metaworld:make_task", max_steps=100,
         network={"net_arch": {"pi": [64, 64], "vf": [64, 64]}},
     ),
-    "metaworld_reach_sac": Task(
-        "reach-v3", "embodied/metaworld_reach_sac", 100, 200, 10, "SAC",
-        {"learning_rate": 3e-4, "learning_starts": 999, **EPISODES},
-        maker="unirl.envs.metaworld:make_task", max_steps=100,
-        network={"net_arch": [256, 256]},
-    ),
     "halfcheetah_crossq": Task("HalfCheetah-v5", "embodied/halfcheetah_crossq", 1000, 50, 10, "", {}),
 }  # fmt: skip
 Curve = list[tuple[int, float]]

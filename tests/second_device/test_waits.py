@@ -27,7 +27,6 @@ from unirl.train.backend.optimizer import move_optimizer
 from unirl.types.batch import Batch
 from unirl.types.conditions import TextEmbedCondition
 from unirl.types.device import CPU, accelerator, move_module, to_host
-from unirl.types.results import Metric, Metrics, on_host
 
 from .test_recipes import train_a_step
 
@@ -48,19 +47,6 @@ def test_a_batch_that_comes_to_the_cpu_has_arrived(devices):
 def test_a_batch_goes_to_the_device_without_a_wait(devices):
     TextEmbedCondition(embeds=torch.ones(2, 3, 4), pooled=torch.ones(2, 4)).to(DEVICE)
     assert not devices.syncs
-
-
-def test_the_metrics_of_an_update_are_read_with_one_wait(devices):
-    """In one copy: scalars of both dtypes, in every field of a metric, beside numbers that the host has already."""
-    values = torch.tensor([0.1, 0.7], device=DEVICE)
-    weights = torch.tensor([1.0, 3.0], dtype=torch.float64, device=DEVICE)
-    made: Metrics = {"spread": Metric.std(values, weights), "top": Metric.max(values.max()), "known": Metric.mean(2.0)}
-    [read, again] = on_host([made, made])
-    assert [count for (kind, _), count in devices.syncs.items() if kind == "to the host"] == [1]
-    assert read == again and read["known"].value == 2.0
-    assert read["top"].total == float(torch.tensor(0.7))
-    low, high = (float(torch.tensor(value)) for value in (0.1, 0.7))
-    assert read["spread"].value == pytest.approx(math.sqrt(0.25 * 0.75) * (high - low), abs=1e-12)
 
 
 @pytest.mark.slow

@@ -19,11 +19,12 @@ from unirl.distributed.group.dispatch import broadcast, collect, scatter
 from unirl.train.backend.base import TrainBackend, UpdateStats
 from unirl.train.memory import DeviceMemory, MicroBatchMemory, memory_of, peak_bytes
 from unirl.train.parity import parity_of
+from unirl.types.batch import map_value
 from unirl.types.device import CPU
 from unirl.types.facts import ModelFacts
 from unirl.types.progress import progress
 from unirl.types.protocols import REFERENCE, TrainingProgress
-from unirl.types.results import Metric, Metrics, TrainStepResult, merge, on_host
+from unirl.types.results import Metric, Metrics, TrainStepResult, merge
 from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.sampling import Sampling
 
@@ -363,9 +364,10 @@ class TrainStack:
             micro_metrics = self.algorithm.compute_loss_and_backward(
                 self.stage, self._placed(micro), backward, now, first_update=first
             )
-            metrics.append(micro_metrics)
+            # In float64, sums do not depend on how rows are spread over micro-batches and ranks.
+            metrics.append(map_value(micro_metrics, Tensor.double))
             progress("micro-batch", len(micros))
-        return total, merge(on_host(metrics))
+        return total, merge(metrics)
 
     def step(self, total: Tensor, metrics: Metrics) -> Metrics:
         """Update the weights by the gradient that was added. Returns `metrics` with those of the update.

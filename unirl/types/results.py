@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -82,8 +82,7 @@ class Metric:
             weight = 1.0 if self.kind == "sum" else self.weight + other.weight
             return Metric(self.total + other.total, weight, self.kind, self.squares + other.squares)
         pick = torch.maximum if self.kind == "max" else torch.minimum
-        both = [torch.as_tensor(part, dtype=torch.float64) for part in (self.total, other.total)]
-        return Metric(pick(*both), 1.0, self.kind)
+        return Metric(pick(torch.as_tensor(self.total), torch.as_tensor(other.total)), 1.0, self.kind)
 
 
 Metrics = dict[str, Metric]
@@ -96,40 +95,6 @@ def merge(parts: Iterable[Metrics]) -> Metrics:
         for name, metric in part.items():
             merged[name] = merged[name].merged(metric) if name in merged else metric
     return merged
-
-
-def on_host(parts: Sequence[Metrics]) -> list[Metrics]:
-    """The same metrics with numbers of Python, for which the host waits once for the device.
-
-    Sums of such numbers are in float64, so they do not depend on how rows are spread over micro-batches and ranks.
-    """
-    numbers = [
-        number
-        for part in parts
-        for metric in part.values()
-        for number in (metric.total, metric.weight, metric.squares)
-        if isinstance(number, Tensor)
-    ]
-    read = iter(_floats(numbers))
-
-    def value(number: Tensor | float) -> float:
-        return next(read) if isinstance(number, Tensor) else number
-
-    return [
-        {
-            name: Metric(value(metric.total), value(metric.weight), metric.kind, value(metric.squares))
-            for name, metric in part.items()
-        }
-        for part in parts
-    ]
-
-
-def _floats(numbers: Sequence[Tensor]) -> list[float]:
-    """The values of scalars of any dtype. All of an accelerator come in one copy."""
-    accelerator = next((number.device for number in numbers if number.device.type != "cpu"), None)
-    if accelerator is None:
-        return [float(number) for number in numbers]
-    return torch.stack([number.to(accelerator, torch.float64) for number in numbers]).tolist()
 
 
 def values(metrics: Metrics) -> dict[str, float]:

@@ -33,7 +33,7 @@ class SimulatorEnvironment(GymnasiumEnvironment):
 
     package: ClassVar[str]
     install: ClassVar[str]
-    """How to install the package, or where it says so."""
+    """The command that installs the package, or the page that explains it."""
     maker: ClassVar[str]
 
     def __init__(

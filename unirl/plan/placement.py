@@ -95,7 +95,7 @@ class PlacementPlan:
         return rows
 
     def rows_of_devices(self) -> list[tuple[str, dict[str, str]]]:
-        """What each device set does: (devices, phase -> roles that work there)."""
+        """A row for each set of devices: its devices, and the roles that work there, by phase."""
         return [(self.words_of(part), self._roles_by_phase(part)) for part in self._parts()]
 
     def _parts(self) -> list[DeviceSet]:

@@ -60,7 +60,7 @@ def play(environment: Environment, slots: Sequence[int], seeds: Sequence[int], s
 
 
 def action(environment: Environment, seed: int) -> Tensor:
-    """What one step takes in a slot: random actions inside of the bounds."""
+    """Random actions within the bounds, in the shape that one step takes for a slot."""
     generator = torch.Generator().manual_seed(seed)
     spaces = environment.spaces
     if isinstance(spaces.actions, DiscreteActions):

@@ -38,7 +38,7 @@ SKIPPED = "train/skipped_updates"
 
 
 class ShowsSamples(Protocol):
-    """What a rollout engine does for people who look at its samples."""
+    """The methods of a rollout engine that make its samples readable for people."""
 
     def preview(self, decoded: Decoded) -> Preview: ...
 

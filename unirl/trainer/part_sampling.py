@@ -1,4 +1,4 @@
-"""Who samples the parts of a request: the engine, one part after another, and devices that join it.
+"""Divides the parts of a request between the engine and the training devices that join it.
 
 Who samples a part changes no bit of it: noise and tokens follow from the weights, the prompts and the keys of a row.
 """

@@ -57,7 +57,7 @@ MODEL_TYPE = "gr00t_n1_5"
 EAGLE, HEAD = "eagle_cfg", "action_head_cfg"
 """The configurations of Eagle and of the action head. Published files lack the former; an export has it."""
 TOKENIZER = "lerobot/eagle2hg-processor-groot-n1p5"
-"""Where lerobot keeps the tokenizer of Eagle."""
+"""The hub id of the copy of Eagle's tokenizer that lerobot published."""
 METADATA = Path("experiment_cfg") / "metadata.json"
 """The statistics of the data, by the name of a robot."""
 ROBOTS: Mapping[str, int] = {
@@ -71,7 +71,7 @@ ONLY: Config = {
     f"{HEAD}.diffusion_model_cfg.positional_embeddings": None, f"{EAGLE}.mlp_connector_layers": 1,
     f"{EAGLE}.use_pixel_shuffle": False, f"{EAGLE}.select_layer": -1,
 }  # fmt: skip
-"""What a configuration may say: other values are not available."""
+"""The only value that this class supports for each of these keys of config.json."""
 SYSTEM = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
 IMAGE, AFTER_IMAGE, AFTER_TASK = "<image {number}><img>", "</img>", "<|im_end|>\n<|im_start|>assistant\n"
 """The text around images and the task."""

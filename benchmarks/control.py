@@ -2,6 +2,7 @@
 
     python benchmarks/control.py --json benchmarks/control.json --tasks cartpole_ppo pendulum_sac --seeds 1 2 3
     python benchmarks/control.py --json benchmarks/control.json --tasks reacher_sac --systems unirl
+    python benchmarks/control.py --json benchmarks/control.json --tasks --picture docs/images/control.png
 
 Both systems have one thread, networks of the same sizes, the same discount, rates and batch sizes, and are judged by
 the most likely actions on the same 16 starts, those of our evaluations. A run is a process of its own; its seconds are
@@ -32,9 +33,11 @@ from unirl.data.environment_starts import EnvironmentStarts  # noqa: E402
 from unirl.envs.slots import Source  # noqa: E402
 from unirl.models.policies.pipeline import start_seed  # noqa: E402
 from unirl.sde.noise import NoiseSource  # noqa: E402
+from unirl.tracking.curve import Series, below, beside, reward_curve  # noqa: E402
 
 if TYPE_CHECKING:
     import gymnasium
+    from PIL import Image
 
 STARTS = 16
 
@@ -106,6 +109,12 @@ TASKS = {
         {"learning_rate": 3e-4, "n_steps": 100, "batch_size": 256, "n_epochs": 10, "ent_coef": 0.0},
         environments=16, maker="unirl.envs.metaworld:make_task", max_steps=100,
         network={"net_arch": {"pi": [64, 64], "vf": [64, 64]}},
+    ),
+    "metaworld_reach_sac": Task(
+        "reach-v3", "embodied/metaworld_reach_sac", 100, 200, 10, "SAC",
+        {"learning_rate": 3e-4, "learning_starts": 999, **EPISODES},
+        maker="unirl.envs.metaworld:make_task", max_steps=100,
+        network={"net_arch": [256, 256]},
     ),
     "halfcheetah_crossq": Task("HalfCheetah-v5", "embodied/halfcheetah_crossq", 1000, 50, 10, "", {}),
 }  # fmt: skip
@@ -216,12 +225,48 @@ def summary(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
+PANELS = (
+    ("cartpole_ppo",),
+    ("halfcheetah_ppo",),
+    ("halfcheetah_sac", "halfcheetah_crossq"),
+    ("pendulum_sac",),
+    ("reacher_sac",),
+    ("metaworld_reach_ppo",),
+    ("metaworld_reach_sac",),
+)
+"""The tasks of each diagram, of one environment."""
+SYSTEMS = {"unirl": "UniRL", "sb3": "Stable-Baselines3"}
+ALGORITHMS = {"ppo": "PPO", "sac": "SAC", "crossq": "CrossQ"}
+
+
+def picture(runs: Sequence[Mapping[str, Any]]) -> Image.Image:
+    """The mean returns over seeds, with a band of +- a standard error, two diagrams in a row."""
+    rows, diagrams = summary(runs), []
+    for tasks in PANELS:
+        own = [
+            row
+            for task in tasks
+            for system in SYSTEMS
+            for row in rows
+            if (row["task"], row["system"]) == (task, system)
+        ]
+        algorithms = [ALGORITHMS[row["task"].rpartition("_")[2]] for row in own]
+        curves = [
+            Series(f"{SYSTEMS[row['system']]} {algorithm}", row["steps"], row["mean"], row["standard_error"])
+            for row, algorithm in zip(own, algorithms, strict=True)
+        ]
+        title = f"{TASKS[tasks[0]].id}, {own[0]['seeds']} seeds"
+        diagrams.append(reward_curve(curves, title, width=640, height=360, across="environment steps"))
+    return below(*(beside(*diagrams[first : first + 2]) for first in range(0, len(diagrams), 2)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--tasks", nargs="*", choices=TASKS, default=list(TASKS))
     parser.add_argument("--systems", nargs="+", choices=["unirl", "sb3"], default=["unirl", "sb3"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--picture", type=Path, help="write the curves of the file to this PNG")
     parser.add_argument("--one", nargs=2, metavar=("TASK", "SEED"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -239,6 +284,8 @@ def main() -> None:
                 if options.json:
                     content = {"machine": machine(), "starts": STARTS, "summary": summary(known), "runs": known}
                     options.json.write_text(json.dumps(content, indent=1) + "\n")
+    if options.picture:
+        picture(known).save(options.picture, optimize=True)
     for row in summary(known):
         print(json.dumps(row))
 

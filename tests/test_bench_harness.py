@@ -1,11 +1,14 @@
 """The harness of the benchmarks counts what it says."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks import families
+from benchmarks import control, families
 from benchmarks.harness import memory
 
 
@@ -33,3 +36,8 @@ def test_a_benchmark_with_few_steps_trains_as_many_as_there_are(steps):
     arguments = families.parser().parse_args(["sd3", "--steps", str(steps)])
     chosen = families.settings(families.CASES[0], arguments).resolve_sde_indices(0)
     assert len(chosen) == min(3, steps // 2)
+
+
+def test_every_recorded_curve_can_be_run_again():
+    recorded = json.loads(Path("benchmarks/control.json").read_text())["runs"]
+    assert {run["task"] for run in recorded} == set(control.TASKS)

@@ -14,7 +14,7 @@ from tests.off_policy import squashed_pipeline, transitions
 from unirl.algorithms.base import START
 from unirl.algorithms.sac import SAC, critics_of
 from unirl.algorithms.shared.critic_ensemble import target_name
-from unirl.models.policies.networks import LOG_STD_BOUNDS, PolicyNetwork
+from unirl.models.policies.networks import PolicyNetwork
 from unirl.sde.noise import key_seed
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
@@ -34,18 +34,6 @@ class Plane(gymnasium.Env[Any, Any]):
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
     action_space = gymnasium.spaces.Box(-1.0, 1.0, (2,), np.float32)
-
-
-class Bounded(nn.Module):
-    """The log of the std within our bounds: theirs are clamped to [-20, 2]."""
-
-    def __init__(self, free: nn.Linear) -> None:
-        super().__init__()
-        self.free = free
-
-    def forward(self, features: Tensor) -> Tensor:
-        low, high = LOG_STD_BOUNDS
-        return low + (high - low) * 0.5 * (self.free(features).tanh() + 1)
 
 
 def our_stack(is_adam: bool) -> ReplayStack:
@@ -75,7 +63,6 @@ def their_model(is_adam: bool) -> Any:
         buffer_size=COUNT, policy_kwargs={"net_arch": [WIDTH, WIDTH]},
     )  # fmt: skip
     model.actor.action_dist.epsilon = 0.0  # theirs adds 1e-6 inside a logarithm, where ours is exact
-    model.actor.log_std = Bounded(model.actor.log_std)
     model.set_logger(sb3.common.logger.Logger(None, []))
     if not is_adam:
         for owner in (model.actor, model.critic):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from unirl.tracking.curve import Series, beside, nice_ticks, reward_curve
+from unirl.tracking.curve import Series, below, beside, nice_ticks, reward_curve
 from unirl.tracking.images import ImageMedia, pixels
 from unirl.tracking.lettering import lettering, width_of, wrap
 from unirl.tracking.samples import REWRITE, SampleRow, SampleTable, StepRewards
@@ -20,6 +20,7 @@ from unirl.tracking.sheets import (
     HIGH,
     LINE,
     LOW,
+    MARGIN,
     TILE,
     before_after_sheet,
     contact_sheet,
@@ -249,8 +250,21 @@ def test_ticks_are_round_few_and_enclose_the_data(low, high):
     assert min(abs(mantissa - nice) for nice in (1, 2, 5)) < 1e-6
 
 
-def test_pictures_stand_beside_each_other():
+@pytest.mark.parametrize("values", [[147.0, 615.0], [0.0, 1.0], [-1411.0, -125.0]])
+def test_lines_of_a_curve_are_those_of_its_ticks_and_lie_below_its_legend(values):
+    image = np.asarray(reward_curve([Series("x", [0, 1], values)], "t", width=640, height=360)).astype(int)
+    is_line = (np.abs(image[:, 100:500] - np.array(BACKGROUND)).sum(axis=2) > 10).mean(axis=1) > 0.9
+    rows = np.flatnonzero(is_line & ~np.roll(is_line, 1))
+    assert len(rows) == len(nice_ticks(*values))
+    assert MARGIN + 60 <= rows[0] and rows[-1] <= 360 - MARGIN - 30
+
+
+def test_pictures_stand_beside_and_below_each_other():
     page = beside(Image.new("RGB", (30, 10), "red"), Image.new("RGB", (20, 40), "blue"))
     assert page.size == (50, 40)
     assert page.getpixel((5, 20)) == (255, 0, 0)
     assert page.getpixel((45, 2)) == (0, 0, 255)
+    page = below(Image.new("RGB", (30, 10), "red"), Image.new("RGB", (20, 40), "blue"))
+    assert page.size == (30, 50)
+    assert page.getpixel((25, 5)) == (255, 0, 0)
+    assert page.getpixel((5, 45)) == (0, 0, 255)

@@ -330,6 +330,16 @@ def test_merged_means_weigh_by_their_elements() -> None:
     assert values(merged) == {"m": 2.0, "x": 2.0}
 
 
+def test_a_root_mean_square_has_the_same_bits_however_its_elements_are_spread() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(100):
+        losses = torch.randn(96, generator=generator).clamp(min=0.01)
+        whole = Metric.rms(losses, torch.ones(96)).value
+        for sizes in ([32, 64], [4] * 24, [1] * 96):
+            assert merge({"m": Metric.rms(part, torch.ones(len(part)))} for part in losses.split(sizes))["m"].value == whole
+        assert whole == pytest.approx(float(losses.double().square().mean().sqrt()), rel=1e-6)
+
+
 def test_metrics_of_different_kinds_do_not_merge() -> None:
     with pytest.raises(ValueError, match="cannot merge"):
         Metric.sum(1.0).merged(Metric.mean(1.0))

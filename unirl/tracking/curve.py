@@ -16,8 +16,8 @@ from unirl.tracking.sheets import BACKGROUND, HIGH, INK, MARGIN, MUTED, RULE, SM
 SCALE = 2
 """Curves are drawn this many times larger and averaged down, which smooths the lines."""
 BAND_OPACITY = 0.18
-COLOURS: tuple[Colour, ...] = ((72, 98, 148), (150, 92, 150))
-"""Colours of the first and the second series."""
+COLOURS: tuple[Colour, ...] = ((72, 98, 148), (150, 92, 150), (201, 132, 60))
+"""Colours of the series, in order."""
 QUARTER, FEWEST_JUDGED, MIN_ERRORS = 4, 8, 2.0
 """A series of at least FEWEST_JUDGED points has risen if the mean of its last quarter exceeds that of its first by more
 than MIN_ERRORS standard errors."""
@@ -100,33 +100,41 @@ class Axes:
     right: float
     bottom: float
     steps: tuple[float, float]
-    values: tuple[float, float]
+    ticks: Sequence[float]
+    """Values with a line, from the bottom to the top."""
 
     def x(self, step: float) -> float:
         low, high = self.steps
         return self.left + (step - low) / (high - low) * (self.right - self.left)
 
     def y(self, value: float) -> float:
-        low, high = self.values
+        low, high = self.ticks[0], self.ticks[-1]
         return self.bottom - (value - low) / (high - low) * (self.bottom - self.top)
 
 
 def reward_curve(
-    series: Sequence[Series], title: str, *, width: int = 720, height: int = 420, remark: str = ""
+    series: Sequence[Series],
+    title: str,
+    *,
+    width: int = 720,
+    height: int = 420,
+    remark: str = "",
+    across: str = "step",
 ) -> Image.Image:
-    """A diagram of up to two series over steps. Points that are not finite are left out.
+    """A diagram of up to three series over steps. Points that are not finite are left out.
 
     A single series is green if it has risen by more than its noise.
 
     Args:
         remark: a line below the diagram.
+        across: what the steps are.
     """
     drawn = [finite for one in series if (finite := finite_points(one)).values]
     if not drawn or len(drawn) > len(COLOURS):
         raise ValueError(f"a curve needs 1 to {len(COLOURS)} series with a finite point, got {len(drawn)}")
     canvas = Image.new("RGB", (width * SCALE, height * SCALE), BACKGROUND)
     axes = _axes(drawn, width, height)
-    _grid(canvas, axes, remark)
+    _grid(canvas, axes, remark, across)
     colours = (HIGH,) if len(drawn) == 1 and drawn[0].has_risen() else COLOURS
     for one, colour in zip(drawn, colours, strict=False):
         _band(canvas, axes, one, colour)
@@ -135,11 +143,23 @@ def reward_curve(
     return canvas.resize((width, height), Image.Resampling.LANCZOS)
 
 
-def beside(left: Image.Image, right: Image.Image) -> Image.Image:
-    """Two images side by side on one page, centred vertically."""
-    page = Image.new("RGB", (left.width + right.width, max(left.height, right.height)), BACKGROUND)
-    page.paste(left, (0, (page.height - left.height) // 2))
-    page.paste(right, (left.width, (page.height - right.height) // 2))
+def beside(*images: Image.Image) -> Image.Image:
+    """Images side by side on one page, centred vertically."""
+    page = Image.new("RGB", (sum(each.width for each in images), max(each.height for each in images)), BACKGROUND)
+    left = 0
+    for each in images:
+        page.paste(each, (left, (page.height - each.height) // 2))
+        left += each.width
+    return page
+
+
+def below(*images: Image.Image) -> Image.Image:
+    """Images below each other on one page."""
+    page = Image.new("RGB", (max(each.width for each in images), sum(each.height for each in images)), BACKGROUND)
+    top = 0
+    for each in images:
+        page.paste(each, (0, top))
+        top += each.height
     return page
 
 
@@ -168,22 +188,21 @@ def _axes(series: Sequence[Series], width: int, height: int) -> Axes:
     last = max(steps) if max(steps) > min(steps) else min(steps) + 1
     left, top = MARGIN + 40, MARGIN + 66
     box = (left * SCALE, top * SCALE, (width - MARGIN) * SCALE, (height - MARGIN - 34) * SCALE)
-    return Axes(*box, steps=(min(steps), last), values=(ticks[0], ticks[-1]))
+    return Axes(*box, steps=(min(steps), last), ticks=ticks)
 
 
-def _grid(canvas: Image.Image, axes: Axes, remark: str) -> None:
+def _grid(canvas: Image.Image, axes: Axes, remark: str, across: str) -> None:
     draw = ImageDraw.Draw(canvas)
     small = SMALL_SIZE * SCALE
-    ticks = nice_ticks(*axes.values)
-    digits = max(0, -math.floor(math.log10(ticks[1] - ticks[0]) + 1e-9))
-    for value in ticks:
+    digits = max(0, -math.floor(math.log10(axes.ticks[1] - axes.ticks[0]) + 1e-9))
+    for value in axes.ticks:
         y = axes.y(value)
         draw.line([(axes.left, y), (axes.right, y)], fill=RULE, width=SCALE)
         draw_text(draw, (axes.left - 10 * SCALE, y), f"{value:.{digits}f}", small, MUTED, "rm")
     for step in nice_ticks(*axes.steps, count=6):
         if axes.steps[0] <= step <= axes.steps[1]:
             draw_text(draw, (axes.x(step), axes.bottom + 10 * SCALE), f"{step:g}", small, MUTED, "ma")
-    draw_text(draw, (axes.right, axes.bottom + 30 * SCALE), "step", small, MUTED, "ra")
+    draw_text(draw, (axes.right, axes.bottom + 30 * SCALE), across, small, MUTED, "ra")
     draw_text(draw, (axes.left, axes.bottom + 30 * SCALE), remark, small, INK, "la")
 
 

@@ -45,10 +45,11 @@ class Metric:
     def rms(values: Tensor, weights: Tensor) -> Metric:
         """The root mean square of elements with `weights` of the same shape: their deviation from 0. Merging is exact.
 
-        Elements of weight 0 are ignored, even if they are not finite.
+        Elements of weight 0 are ignored, even if they are not finite. The squares are rounded to float32: their sum in
+        float64 is then the same in any order, unless some are smaller than the sum by a factor of 2^29.
         """
-        squares = torch.where(weights > 0, weights * values.double().square(), 0.0).sum()
-        return Metric(0.0, weights.double().sum(), "std", squares)
+        squares = torch.where(weights > 0, weights * values.square(), 0.0).float()
+        return Metric(0.0, weights.double().sum(), "std", squares.double().sum())
 
     @staticmethod
     def sum(value: Tensor | float) -> Metric:

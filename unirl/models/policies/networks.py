@@ -375,8 +375,8 @@ def normal_log_prob(x: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
     return -((x - mean) ** 2) / (2 * std**2) - std.log() - math.log(math.sqrt(2 * math.pi))
 
 
-LOG_STD_BOUNDS = (-5.0, 2.0)
-"""Bounds of the log of the std of a squashed Gaussian. Its initial value lies between them."""
+LOG_STD_BOUNDS = (-20.0, 2.0)
+"""The log of the std of a squashed Gaussian is clamped to these, as in Haarnoja et al. 2018."""
 LARGEST_ACTION = 0.999
 """The largest size of a demonstrated action of a squashed Gaussian: tanh(3.8)."""
 
@@ -410,14 +410,12 @@ class SquashedGaussianPolicy(EncodedPolicy):
         super().__init__(shapes, 2 * actions.size, width, depth, activation, seed, normalize, initial)
         self.actions = actions
         self.noise_shape = (actions.size,)
-        low, high = LOG_STD_BOUNDS
         with torch.no_grad():
-            self.output_layer.bias[actions.size :] = math.atanh(2 * (log_std - low) / (high - low) - 1)
+            self.output_layer.bias[actions.size :] = log_std
 
     def parameters_of(self, observations: Observations) -> Tensor:
-        mean, free = super().parameters_of(observations).chunk(2, dim=1)
-        low, high = LOG_STD_BOUNDS
-        return torch.stack([mean, low + (high - low) * 0.5 * (free.tanh() + 1)], dim=1)  # [N, 2, A]
+        mean, log_std = super().parameters_of(observations).chunk(2, dim=1)
+        return torch.stack([mean, log_std.clamp(*LOG_STD_BOUNDS)], dim=1)  # [N, 2, A]
 
     def draw(self, parameters: Tensor, noise: Tensor) -> Tensor:
         mean, log_std = parameters.unbind(1)

@@ -256,7 +256,7 @@ def test_lines_of_a_curve_are_those_of_its_ticks_and_lie_below_its_legend(values
     is_line = (np.abs(image[:, 100:500] - np.array(BACKGROUND)).sum(axis=2) > 10).mean(axis=1) > 0.9
     rows = np.flatnonzero(is_line & ~np.roll(is_line, 1))
     assert len(rows) == len(nice_ticks(*values))
-    assert MARGIN + 60 <= rows[0] and rows[-1] <= 360 - MARGIN - 30
+    assert rows[0] >= MARGIN + 60 and rows[-1] <= 360 - MARGIN - 30
 
 
 def test_pictures_stand_beside_and_below_each_other():

@@ -336,7 +336,8 @@ def test_a_root_mean_square_has_the_same_bits_however_its_elements_are_spread() 
         losses = torch.randn(96, generator=generator).clamp(min=0.01)
         whole = Metric.rms(losses, torch.ones(96)).value
         for sizes in ([32, 64], [4] * 24, [1] * 96):
-            assert merge({"m": Metric.rms(part, torch.ones(len(part)))} for part in losses.split(sizes))["m"].value == whole
+            parts = [{"m": Metric.rms(part, torch.ones(len(part)))} for part in losses.split(sizes)]
+            assert merge(parts)["m"].value == whole
         assert whole == pytest.approx(float(losses.double().square().mean().sqrt()), rel=1e-6)
 
 

@@ -11,6 +11,7 @@ from unirl.cli.runs import record_of
 from unirl.cli.start import shown_start
 from unirl.config.errors import ReplayError
 from unirl.config.failures import Session
+from unirl.plan.geometry import count_of
 from unirl.tracking.run_files import RunFiles
 from unirl.tracking.streams import print_inert
 from unirl.trainer.assemble import build_trainer
@@ -91,7 +92,8 @@ def run(argv: list[str], session: Session) -> int:
 def _show(facts: dict[str, object], start: int, sample: str | None, out: Path) -> None:
     step = facts["step"]
     assert isinstance(step, int)
-    print_inert(f"repeated step {step} from {facts['start']}, with {step - 1 - start} steps trained before it")
+    before = count_of(step - 1 - start, "step")
+    print_inert(f"repeated step {step} from {facts['start']}, with {before} trained before it")
     for row in RunFiles(out).rows("events.jsonl"):
         if row.get("ev") == "warning":
             print_inert(f"warning  {row.get('text')}")

@@ -82,6 +82,7 @@ POLICIES: Mapping[str, tuple[str, str]] = {
     "pixels": ("networks of images, continuous actions", "embodied/pixel_reach_ppo"),
     "openvla": ("OpenVLA-OFT, chunks of action tokens", "embodied/maniskill_pickcube_ppo_openvla_oft"),
     "pi0": ("pi0, denoised chunks of actions", "embodied/libero_pi0_ppo"),
+    "pi0_steered": ("noise of a frozen pi0 (DSRL)", "embodied/libero_pi0_dsrl"),
     "pi05": ("pi0.5, denoised chunks of actions", "embodied/libero_pi05_ppo"),
     "smolvla": ("SmolVLA, denoised chunks of actions", "embodied/libero_smolvla_ppo"),
     "gr00t": ("GR00T N1.5, denoised chunks of actions", "embodied/libero_gr00t_ppo"),

@@ -137,6 +137,8 @@ ENGINES: Mapping[str, str | None] = {
     "replica, colocate": "diffusion/sd3_replica_lora_colocate",
     "replica, separate": "diffusion/sd3_replica_lora_separate",
 }
+FEW = 2
+"""Decisions that a replay store needs before an update."""
 OF_ALGORITHM = ("backend", "advantage", "algorithm", "stack", "sampling")
 OF_TOKENS = ("advantage", "refill")
 OF_ACTIONS = ("advantage", "algorithm")
@@ -218,6 +220,8 @@ def action_keys(row: str, algorithm: str) -> tuple[str, dict[str, Any]]:
     group = source["sampling"].get("samples_per_prompt", 1)
     keys = {key: source[key] for key in OF_ACTIONS if key in source}
     keys["stack"] = {"_target_": "unirl.train.stack.TrainStack"} | source["stack"]
+    if keys["stack"]["_target_"].endswith(".ReplayStack"):
+        keys["stack"]["warmup"] = FEW  # long chunks leave few decisions in one step
     keys["sampling"] = {"samples_per_prompt": group}
     whole, variant = lineage(recipe)
     own = merged(yaml.safe_load((RECIPES / f"{whole}.yaml").read_text()), variant)["bundle"]

@@ -137,8 +137,9 @@ ENGINES: Mapping[str, str | None] = {
     "replica, colocate": "diffusion/sd3_replica_lora_colocate",
     "replica, separate": "diffusion/sd3_replica_lora_separate",
 }
-FEW = 2
-"""Decisions that a replay store needs before an update."""
+FEW = ("stack.warmup=2",)
+FURTHER: Mapping[str, Sequence[str]] = {"SAC": FEW, "CrossQ": FEW}
+"""Further settings of a cell by its column: a step with long chunks of actions has few decisions to store."""
 OF_ALGORITHM = ("backend", "advantage", "algorithm", "stack", "sampling")
 OF_TOKENS = ("advantage", "refill")
 OF_ACTIONS = ("advantage", "algorithm")
@@ -220,8 +221,6 @@ def action_keys(row: str, algorithm: str) -> tuple[str, dict[str, Any]]:
     group = source["sampling"].get("samples_per_prompt", 1)
     keys = {key: source[key] for key in OF_ACTIONS if key in source}
     keys["stack"] = {"_target_": "unirl.train.stack.TrainStack"} | source["stack"]
-    if keys["stack"]["_target_"].endswith(".ReplayStack"):
-        keys["stack"]["warmup"] = FEW  # long chunks leave few decisions in one step
     keys["sampling"] = {"samples_per_prompt": group}
     whole, variant = lineage(recipe)
     own = merged(yaml.safe_load((RECIPES / f"{whole}.yaml").read_text()), variant)["bundle"]
@@ -323,7 +322,11 @@ def run_cell(section: str, row: str, column: str, engine: str) -> dict[str, Any]
         folder = Path(place)
         try:
             name = cell_recipe(section, row, column, engine, folder / "recipes")
-            recipe = load(name, [*SETTINGS, f"run.dir={folder / 'run'}"], (folder / "recipes", *search_path()))
+            recipe = load(
+                name,
+                [*SETTINGS, *FURTHER.get(column, ()), f"run.dir={folder / 'run'}"],
+                (folder / "recipes", *search_path()),
+            )
             preflight(recipe)
         except (UniRLError, ValueError) as error:
             return {"ran": False, "refused": " ".join(str(error).split())}

@@ -1,6 +1,7 @@
 """Trains a world model of `unirl.envs.pixel_reach`: a small Wan 2.2 that predicts the frames after four actions.
 
     python scripts/train_world_model.py --out worlds/pixel_reach
+    python scripts/train_world_model.py --out worlds/pixel_reach --minutes 5    # the next call goes on from there
     python scripts/train_world_model.py --measure worlds/pixel_reach    # only the table of held-out errors
 
 It never ran to the end, so what it learns within its default steps is not known. Chunks of random actions from random

@@ -82,6 +82,7 @@ POLICIES: Mapping[str, tuple[str, str]] = {
     "pixels": ("networks of images, continuous actions", "embodied/pixel_reach_ppo"),
     "openvla": ("OpenVLA-OFT, chunks of action tokens", "embodied/maniskill_pickcube_ppo_openvla_oft"),
     "pi0": ("pi0, denoised chunks of actions", "embodied/libero_pi0_ppo"),
+    "pi0_steered": ("noise of a frozen pi0 (DSRL)", "embodied/libero_pi0_dsrl"),
     "pi05": ("pi0.5, denoised chunks of actions", "embodied/libero_pi05_ppo"),
     "smolvla": ("SmolVLA, denoised chunks of actions", "embodied/libero_smolvla_ppo"),
     "gr00t": ("GR00T N1.5, denoised chunks of actions", "embodied/libero_gr00t_ppo"),
@@ -136,6 +137,9 @@ ENGINES: Mapping[str, str | None] = {
     "replica, colocate": "diffusion/sd3_replica_lora_colocate",
     "replica, separate": "diffusion/sd3_replica_lora_separate",
 }
+FEW = ("stack.warmup=2",)
+FURTHER: Mapping[str, Sequence[str]] = {"SAC": FEW, "CrossQ": FEW}
+"""Further settings of a cell by its column: a step with long chunks of actions has few decisions to store."""
 OF_ALGORITHM = ("backend", "advantage", "algorithm", "stack", "sampling")
 OF_TOKENS = ("advantage", "refill")
 OF_ACTIONS = ("advantage", "algorithm")
@@ -318,7 +322,11 @@ def run_cell(section: str, row: str, column: str, engine: str) -> dict[str, Any]
         folder = Path(place)
         try:
             name = cell_recipe(section, row, column, engine, folder / "recipes")
-            recipe = load(name, [*SETTINGS, f"run.dir={folder / 'run'}"], (folder / "recipes", *search_path()))
+            recipe = load(
+                name,
+                [*SETTINGS, *FURTHER.get(column, ()), f"run.dir={folder / 'run'}"],
+                (folder / "recipes", *search_path()),
+            )
             preflight(recipe)
         except (UniRLError, ValueError) as error:
             return {"ran": False, "refused": " ".join(str(error).split())}

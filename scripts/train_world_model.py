@@ -1,6 +1,7 @@
 """Trains a world model of `unirl.envs.pixel_reach`: a small Wan 2.2 that predicts the frames after four actions.
 
     python scripts/train_world_model.py --out worlds/pixel_reach
+    python scripts/train_world_model.py --out worlds/pixel_reach --minutes 5    # the next call goes on from there
     python scripts/train_world_model.py --measure worlds/pixel_reach    # only the table of held-out errors
 
 It never ran to the end, so what it learns within its default steps is not known. Chunks of random actions from random
@@ -16,8 +17,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -123,42 +123,64 @@ class Chunks:
 # Training
 
 
-@contextmanager
-def trained(parameters: Sequence[nn.Parameter], steps: int, rate: float, name: str) -> Iterator[Any]:
-    """A function that takes one optimizer step on a loss; at the end, the weights are their moving average."""
-    average = [p.detach().clone() for p in parameters]
-    optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.99), weight_decay=0.0)
-    start, done = time.time(), 0
+@dataclass(frozen=True)
+class Phase:
+    """A part of the training run, whose state is a file of the folder `out`. A later call goes on from there."""
 
-    def step(loss: Tensor) -> None:
-        nonlocal done
-        warm = min(1.0, (done + 1) / 50)
-        optimizer.param_groups[0]["lr"] = rate * warm * (0.51 + 0.49 * math.cos(math.pi * done / steps))
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        done += 1
-        torch._foreach_lerp_(average, [p.detach() for p in parameters], 1 - min(0.995, (1 + done) / (10 + done)))
-        if done % 100 == 0:
-            print(f"{name} {done}/{steps}  loss {loss.item():.5f}  {time.time() - start:.0f} s", flush=True)
+    file: Path
+    steps: int
+    rate: float
+    deadline: float
+    """Time after which this call ends."""
 
-    yield step
-    torch._foreach_copy_([p.detach() for p in parameters], average)
+    def run(self, parameters: Sequence[nn.Parameter], loss: Callable[[torch.Generator], Tensor], seed: int) -> None:
+        """Minimise `loss`, which draws from the generator. At the end, the weights are their moving average."""
+        live, average = [p.detach() for p in parameters], [p.detach().clone() for p in parameters]
+        optimizer = torch.optim.AdamW(parameters, lr=self.rate, betas=(0.9, 0.99), weight_decay=0.0)
+        generator, done, start = torch.Generator().manual_seed(seed), 0, time.time()
+        if self.file.exists():
+            saved = torch.load(self.file, weights_only=True)
+            done = saved["done"]
+            torch._foreach_copy_(live, saved["live"])
+            torch._foreach_copy_(average, saved["average"])
+            optimizer.load_state_dict(saved["optimizer"])
+            generator.set_state(saved["generator"])
+        first = done
+        while done < self.steps and time.time() < self.deadline:
+            warm = min(1.0, (done + 1) / 50)
+            optimizer.param_groups[0]["lr"] = self.rate * warm * (0.51 + 0.49 * math.cos(math.pi * done / self.steps))
+            optimizer.zero_grad()
+            value = loss(generator)
+            value.backward()
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            done += 1
+            torch._foreach_lerp_(average, live, 1 - min(0.995, (1 + done) / (10 + done)))
+            if done % 100 == 0:
+                print(f"{self.file.stem} {done}/{self.steps}  loss {value.item():.5f}", flush=True)
+        if done > first:
+            state = {"done": done, "live": live, "average": average, "optimizer": optimizer.state_dict()}
+            torch.save({**state, "generator": generator.get_state()}, self.file)
+            print(f"{self.file.stem}: {done - first} steps in {time.time() - start:.0f} s", flush=True)
+        if done < self.steps:
+            raise SystemExit(f"{self.file.stem}: {done} of {self.steps} steps. The same command goes on from there")
+        torch._foreach_copy_(live, average)
 
 
-def train_vae(vae: Any, chunks: Chunks, settings: Settings, generator: torch.Generator) -> None:
+def train_vae(vae: Any, chunks: Chunks, settings: Settings, phase: Phase) -> None:
     """The VAE learns to reproduce frames; then the mean and std of each latent channel become part of it."""
     vae.requires_grad_(True)
     for name, parameter in vae.named_parameters():  # a network that begins as its skip connections learns sooner
         if "conv2" in name or "proj.weight" in name:
             nn.init.zeros_(parameter)
-    with trained(list(vae.parameters()), settings.vae_steps, settings.vae_rate, "vae") as step:
-        for _ in range(settings.vae_steps):
-            videos = chunks.videos(torch.randint(len(chunks.actions), (settings.vae_batch,), generator=generator))
-            decoded = vae.decode(vae.encode(videos).latent_dist.mode(), return_dict=False)[0]
-            # Most pixels are black: without weights, a black video would be a good one.
-            step(((decoded - videos).square() * (1 + BRIGHT * (videos > 0))).mean())
+
+    def loss(generator: torch.Generator) -> Tensor:
+        videos = chunks.videos(torch.randint(len(chunks.actions), (settings.vae_batch,), generator=generator))
+        decoded = vae.decode(vae.encode(videos).latent_dist.mode(), return_dict=False)[0]
+        # Most pixels are black: without weights, a black video would be a good one.
+        return ((decoded - videos).square() * (1 + BRIGHT * (videos > 0))).mean()
+
+    phase.run(list(vae.parameters()), loss, settings.seed)
     vae.requires_grad_(False)
     latents = encoded(vae, chunks.videos(slice(512)))
     vae.register_to_config(
@@ -173,7 +195,7 @@ def encoded(vae: Any, videos: Tensor, rows: int = 64) -> Tensor:
     return torch.cat([vae.encode(part).latent_dist.mode() for part in videos.split(rows)])
 
 
-def train_world(world: WorldModel, chunks: Chunks, settings: Settings, generator: torch.Generator) -> None:
+def train_world(world: WorldModel, chunks: Chunks, settings: Settings, phase: Phase) -> None:
     """Transformer and action tokens learn flow matching: the velocity eps - x0 at x = (1 - sigma) x0 + sigma eps."""
     bundle = world.pipeline.bundle
     vae, network, tokens = bundle.vae(), bundle.trainable(), world.tokens
@@ -184,17 +206,17 @@ def train_world(world: WorldModel, chunks: Chunks, settings: Settings, generator
         text = world.pipeline.encode([""] * settings.batch, world.sampling)
     network.requires_grad_(True).train()
     tokens.requires_grad_(True)
-    with trained([*network.parameters(), *tokens.parameters()], settings.steps, settings.rate, "world") as step:
-        for _ in range(settings.steps):
-            rows = torch.randint(len(latents), (settings.batch,), generator=generator)
-            x0, noise = latents[rows], torch.randn(latents[rows].shape, generator=generator)
-            sigma = torch.rand(settings.batch, generator=generator)
-            x = torch.lerp(x0, noise, sigma.view(-1, 1, 1, 1, 1))
-            conditions = world.with_actions(
-                {**text, IMAGE: LatentCondition(latents=x0[:, :, :1])}, chunks.actions[rows]
-            )
-            v = world.pipeline.stage.denoiser.velocity(x, sigma, conditions)
-            step((v - (noise - x0))[:, :, 1:].square().mean())
+
+    def loss(generator: torch.Generator) -> Tensor:
+        rows = torch.randint(len(latents), (settings.batch,), generator=generator)
+        x0, noise = latents[rows], torch.randn(latents[rows].shape, generator=generator)
+        sigma = torch.rand(settings.batch, generator=generator)
+        x = torch.lerp(x0, noise, sigma.view(-1, 1, 1, 1, 1))
+        conditions = world.with_actions({**text, IMAGE: LatentCondition(latents=x0[:, :, :1])}, chunks.actions[rows])
+        v = world.pipeline.stage.denoiser.velocity(x, sigma, conditions)
+        return (v - (noise - x0))[:, :, 1:].square().mean()
+
+    phase.run([*network.parameters(), *tokens.parameters()], loss, settings.seed)
     network.requires_grad_(False).eval()
     tokens.requires_grad_(False)
 
@@ -266,16 +288,19 @@ def main() -> None:
     parser.add_argument("--measure", type=Path, help="folder of a trained model")
     for name, default in vars(Settings()).items():
         parser.add_argument("--" + name.replace("_", "-"), type=type(default), default=default)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="limit of this call; the next one goes on")
     args = vars(parser.parse_args())
-    out, folder = args.pop("out"), args.pop("measure")
+    out, folder, minutes = args.pop("out"), args.pop("measure"), args.pop("minutes")
     settings = Settings(**args)
     if out is not None:
-        generator = torch.Generator().manual_seed(settings.seed)
         chunks = Chunks.record(settings.chunks, settings.seed + 1)
         write_new(out, settings.seed)
+        torch.manual_seed(settings.seed)
         world = opened(out, ActionTokens(ACTIONS, CHUNK, TEXT_WIDTH))
-        train_vae(world.pipeline.bundle.modules["vae"], chunks, settings, generator)
-        train_world(world, chunks, settings, generator)
+        deadline = time.time() + 60 * minutes
+        vae = world.pipeline.bundle.modules["vae"]
+        train_vae(vae, chunks, settings, Phase(out / "vae.pt", settings.vae_steps, settings.vae_rate, deadline))
+        train_world(world, chunks, settings, Phase(out / "world.pt", settings.steps, settings.rate, deadline))
         write_trained(out, world)
         folder = out
     if folder is not None:

@@ -93,12 +93,12 @@ class SAC(TransitionLoss):
                 "Use unirl.models.policies.bundle.GaussianBundle with squashed: true, or SteeredBundle (DSRL) for a "
                 "flow policy"
             )
-        check_vectors(facts.observations)
+        check_vectors(facts.inputs)
 
     def build_head(self, stage: ActionStage, width: int, seed: int) -> nn.Module:
         self.check_facts(stage.facts)
         return Critics(
-            stage.facts.observations,
+            stage.facts.inputs,
             stage.policy.decision_size,
             members=self.members,
             width=width,

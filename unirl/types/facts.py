@@ -283,10 +283,19 @@ class ActionFacts(ModelFacts):
     """Running statistics scale the observations that are vectors."""
     tokens_per_decision: int = 1
     """Tokens that the network reads for one decision."""
+    hidden_size: int = 0
+    """Numbers of the network's own state from which values are computed. 0: there is none."""
+    encoded: Mapping[str, tuple[int, ...]] | None = None
+    """The shapes of what is recorded and learned from, by key, if a frozen network reads the observations."""
+
+    @property
+    def inputs(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of what the trained network and critics read, by key."""
+        return self.observations if self.encoded is None else self.encoded
 
     @property
     def normalized(self) -> Mapping[str, tuple[int, ...]]:
-        vectors = {key: tuple(shape) for key, shape in self.observations.items() if len(shape) != 3}
+        vectors = {key: tuple(shape) for key, shape in self.inputs.items() if len(shape) != 3}
         return vectors if self.is_normalized else {}
 
     def tokens_of(self, sampling: Sampling) -> int:

@@ -169,6 +169,7 @@ class GR00TBundle(StoredPolicyBundle):
             block_class_names=("DiTBlock", "ContextBlock", "Qwen3DecoderLayer", "SiglipEncoderLayer"),
             lora_targets=targets,
             tokens=cameras * patches + own,
+            hidden_size=head["backbone_embedding_dim"] + head["input_embedding_dim"],
         )
 
     @classmethod

@@ -124,6 +124,7 @@ class OpenVLABundle(StoredPolicyBundle):
             lora_targets=LORA_TARGETS,
             has_parts=True,
             tokens=len(shapes) * patches + settings["chunk"] * settings["actions"],
+            hidden_size=config["text_config"]["hidden_size"],
         )
 
     @classmethod

@@ -181,6 +181,7 @@ class Pi0Bundle(InstructedBundle):
             block_class_names=("GemmaDecoderLayer", "AdaptiveGemmaLayer", "SiglipEncoderLayer"),
             lora_targets=decoder_targets(decoders),
             tokens=len(cameras_of(shapes)) * patches + after + sizes.chunk_size,
+            hidden_size=(sizes.dit_config if version == "pi0" else sizes.vlm_config.text_config).hidden_size,
         )
 
     @classmethod

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -14,7 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from unirl.config.build import SPECIAL
 from unirl.config.errors import InvalidValueError, NotFoundError
+from unirl.config.schema import dotted_name
+from unirl.config.targets import find_target
 from unirl.models.base import Bundle
 from unirl.models.chunks import batch_multiple
 from unirl.models.policies.decoder import ChunkDecoderPolicy
@@ -29,7 +31,7 @@ from unirl.models.policies.networks import (
     SquashedGaussianPolicy,
 )
 from unirl.models.policies.stage import ActionStage
-from unirl.models.policies.steering import SteeredStage, SteeringPolicy, checked_chain
+from unirl.models.policies.steering import SteeredStage, SteeringPolicy, checked_chain, statistics_for, steered_facts
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.sde.noise import key_seed
 from unirl.types.device import CPU
@@ -43,6 +45,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 CONFIG, WEIGHTS = "config.json", "policy.safetensors"
 """The files of an exported policy."""
+BUNDLE = "bundle.json"
+"""The file with the class and settings of the bundle of a steered policy that is no `PolicyBundle`."""
 SHIPPED = {"quickstart": Path(__file__).parent / "quickstart"}
 """Policies that are part of this package, by their `path`."""
 
@@ -51,6 +55,8 @@ class ActionBundle(Bundle):
     """The base of all bundles whose trained network is a policy that acts."""
 
     facts: ActionFacts
+    path: str
+    """Where its weights come from: a folder, a hub id, or words."""
 
     @abstractmethod
     def stage(self) -> ActionStage: ...
@@ -66,6 +72,15 @@ class ActionBundle(Bundle):
     @abstractmethod
     def reopened(self, folder: Path) -> ActionBundle:
         """The policy that `write` wrote, on the device of this one."""
+
+    @classmethod
+    @abstractmethod
+    def facts_from(cls, settings: Mapping[str, Any]) -> ActionFacts:
+        """The facts of the policy with these settings of a recipe, without its weights."""
+
+    @abstractmethod
+    def settings_for(self, folder: Path) -> dict[str, Any]:
+        """The settings with which the class reads what `write` wrote to `folder`."""
 
 
 class PolicyBundle(ActionBundle):
@@ -102,6 +117,7 @@ class PolicyBundle(ActionBundle):
             is_squashed=network.is_squashed,
             has_entropy=network.has_entropy,
             is_normalized=normalize,
+            hidden_size=network.hidden_size,
             batch_multiple=batch_multiple(device),
         )
         super().__init__({POLICY: network}, facts, dtype=torch.float32, device=device)
@@ -134,6 +150,9 @@ class PolicyBundle(ActionBundle):
 
     def reopened(self, folder: Path) -> PolicyBundle:
         return self.from_files(self.device, path=str(folder))
+
+    def settings_for(self, folder: Path) -> dict[str, Any]:
+        return {"path": str(folder)}
 
     def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
@@ -174,7 +193,7 @@ def positive(**values: int) -> None:
 
 
 def described(
-    policy: type[PolicyNetwork], settings: Mapping[str, Any], actions: ActionSpace, chunk: int = 1
+    policy: type[PolicyNetwork], settings: Mapping[str, Any], actions: ActionSpace, chunk: int = 1, hidden_size: int = 0
 ) -> ActionFacts:
     """The facts of a network of this class, which is not built.
 
@@ -189,6 +208,7 @@ def described(
         is_squashed=policy.is_squashed,
         has_entropy=policy.has_entropy,
         is_normalized=settings.get("normalize", False),
+        hidden_size=hidden_size,
     )
 
 
@@ -345,7 +365,8 @@ class FlowBundle(PolicyBundle):
 
     @classmethod
     def facts_from(cls, settings: Mapping[str, Any]) -> ActionFacts:
-        return described(FlowPolicy, settings, ContinuousActions(settings["actions"]), settings["chunk"])
+        actions, chunk, width = (settings[name] for name in ("actions", "chunk", "width"))
+        return described(FlowPolicy, settings, ContinuousActions(actions), chunk, width)
 
 
 class ChunkDecoderBundle(PolicyBundle):
@@ -402,7 +423,7 @@ class SteeredBundle(PolicyBundle):
         device: torch.device = CPU,
         seed: int = 0,
         *,
-        frozen: str,
+        frozen: ActionBundle | str,
         bound: Annotated[float, msgspec.Meta(gt=0)] = 1.5,
         shared: bool = False,
         log_std: float = 0.0,
@@ -413,7 +434,8 @@ class SteeredBundle(PolicyBundle):
         """
         Args:
             seed: the seed of the run, from which the initial weights are drawn.
-            frozen: the folder of an exported flow policy (`unirl export`), or `quickstart`. It is not trained.
+            frozen: the bundle of a flow policy, such as Pi0Bundle, the folder of an exported one (`unirl export`), or
+                `quickstart`. It is not trained. If it reads images, the trained policy and critics read its state.
             bound: the largest size of a number of the noise. Flow policies learned from standard normal noise.
             shared: all actions of a chunk get the same noise, so that fewer numbers are chosen.
             log_std: initial log of the std.
@@ -422,15 +444,15 @@ class SteeredBundle(PolicyBundle):
             activation: after each layer.
         """
         positive(width=width, depth=depth)
-        inner = PolicyBundle.from_files(device, path=frozen)
-        chain, facts = checked_chain(inner.stage().policy, frozen), inner.facts
+        inner = opened(frozen, device) if isinstance(frozen, str) else frozen
+        chain, facts = checked_chain(inner.stage().policy, inner.path), inner.facts
         assert isinstance(facts.actions, ContinuousActions)
-        noise_size = chain.size // facts.chunk if shared else chain.size
+        shapes = steered_facts(facts).inputs
         network = SteeringPolicy(
-            facts.observations,
+            shapes,
             facts.actions,
             facts.chunk,
-            noise_size,
+            chain.width if shared else chain.size,
             width,
             depth,
             activation,
@@ -440,16 +462,16 @@ class SteeredBundle(PolicyBundle):
         settings = {"frozen": FROZEN, "bound": bound, "shared": shared, "log_std": log_std, "width": width}
         super().__init__(
             network,
-            facts.observations,
+            shapes,
             settings,
             device=device,
             depth=depth,
             activation=activation,
         )
+        self.facts = steered_facts(facts)
         del self.settings["observations"]
         # Observations have the units of the data of the frozen policy.
-        statistics = {name: tensor for name, tensor in chain.named_buffers() if name.startswith("encoder.")}
-        network.load_state_dict(statistics, strict=False)
+        network.encoder.load_state_dict(statistics_for(network.encoder, chain), strict=False)
         inner.trainable().requires_grad_(False)
         self.inner, self.bound = inner, bound
 
@@ -459,8 +481,9 @@ class SteeredBundle(PolicyBundle):
 
     @classmethod
     def facts_from(cls, settings: Mapping[str, Any]) -> ActionFacts:
-        found = PolicyBundle.facts_from({"path": settings["frozen"]})
-        return replace(found, family=SteeringPolicy.__name__, is_squashed=True, has_entropy=False)
+        frozen = settings["frozen"]
+        owner, values = opener_of(frozen) if isinstance(frozen, str) else (frozen.schema.owner, frozen.values)
+        return steered_facts(owner.facts_from(values))
 
     def stage(self) -> ActionStage:
         network = self.trainable()
@@ -469,11 +492,14 @@ class SteeredBundle(PolicyBundle):
 
     def untrained(self) -> nn.Module:
         settings = {name: value for name, value in self.settings.items() if name not in ("kind", "frozen")}
-        return SteeredBundle(frozen=self.inner.path, **settings).trainable()
+        return SteeredBundle(frozen=self.inner, **settings).trainable()
 
     def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> Path:
         """Write both policies: the frozen one is in a folder beside the files of the trained one."""
-        self.inner.write(folder / FROZEN, self.inner.trainable().state_dict())
+        inner = self.inner.write(folder / FROZEN, self.inner.trainable().state_dict())
+        if not isinstance(self.inner, PolicyBundle):
+            settings = {SPECIAL: dotted_name(type(self.inner)), **self.inner.settings_for(inner)}
+            (inner / BUNDLE).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
         return super().write(folder, tensors)
 
 
@@ -486,6 +512,29 @@ KINDS: Mapping[str, type[PolicyBundle]] = {
 def folder_of(path: str) -> Path:
     """The folder of an exported policy, or of one that is part of this package."""
     return SHIPPED.get(path, Path(path).expanduser())
+
+
+def opener_of(path: str) -> tuple[type[ActionBundle], dict[str, Any]]:
+    """The class of the policy that `path` names, and the settings with which it reads it.
+
+    Args:
+        path: the setting `bundle.frozen`.
+    """
+    file = folder_of(path) / BUNDLE
+    if not file.is_file():
+        return PolicyBundle, {"path": path}
+    settings = json.loads(file.read_text(encoding="utf-8")) | {"path": str(file.parent)}
+    owner = find_target(settings.pop(SPECIAL, None), f"{file}: ")
+    assert isinstance(owner, type) and issubclass(owner, ActionBundle), f"{file}: {owner} is no policy"
+    return owner, settings
+
+
+def opened(path: str, device: torch.device) -> ActionBundle:
+    """The policy that the setting `bundle.frozen` names."""
+    owner, settings = opener_of(path)
+    if issubclass(owner, PolicyBundle):
+        return PolicyBundle.from_files(device, **settings)
+    return owner(device, **settings)  # type: ignore[arg-type]
 
 
 def kind_in(folder: Path, path: str) -> tuple[type[PolicyBundle], dict[str, Any]]:

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from unirl.models.policies.networks import (
     ACTIVATIONS,
+    HIDDEN,
     Activation,
     ObservationEncoder,
+    Outputs,
     PolicyNetwork,
     Shapes,
     initialise,
@@ -45,7 +47,7 @@ class FlowChain(PolicyNetwork):
     ) -> None:
         """
         Args:
-            size: D, the numbers that are denoised.
+            size: D, the numbers that are denoised, `width` for each action.
             num_steps: K.
             chunk: C, actions of one decision.
             kernel: of the stochastic steps. None: `FlowSDEStrategy`.
@@ -53,7 +55,7 @@ class FlowChain(PolicyNetwork):
         super().__init__()
         self.actions, self.chunk, self.num_steps, self.action_size = actions, chunk, num_steps, actions.size
         self.kernel: Kernel = kernel or FlowSDEStrategy(eta=0.3)
-        self.size = size
+        self.size, self.width = size, size // chunk
         self.noise_shape = (num_steps, size)
 
     @abstractmethod
@@ -166,9 +168,17 @@ class FlowPolicy(FlowChain):
             initialise(self.layers, math.sqrt(2))
             initialise(self.output_layer, 0.01)
 
+    @property
+    def hidden_size(self) -> int:
+        return self.encoder.width
+
     def parameters_of(self, observations: Observations) -> Features:
         """One tensor [N, width] of features."""
         return (self.encoder(observations),)
+
+    def states(self, parameters: Features) -> Outputs:
+        """`HIDDEN`: the features."""
+        return {HIDDEN: parameters[0]}
 
     def velocity(self, features: Features, x: Tensor, sigma: Tensor) -> Tensor:
         (encoded,) = features

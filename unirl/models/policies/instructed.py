@@ -171,8 +171,10 @@ class InstructedBundle(ActionBundle):
         return self.filled(self.dtype).requires_grad_(False).eval()
 
     def reopened(self, folder: Path) -> Self:
-        inside = {**self.settings, "path": str(folder), **dict.fromkeys(self.places)}
-        return type(self)(self.device, **inside)
+        return type(self)(self.device, **self.settings_for(folder))
+
+    def settings_for(self, folder: Path) -> dict[str, Any]:
+        return {**self.settings, "path": str(folder), **dict.fromkeys(self.places)}
 
 
 class StoredPolicyBundle(InstructedBundle):

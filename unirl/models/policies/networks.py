@@ -53,7 +53,7 @@ class ObservationEncoder(nn.Module):
 
     def __init__(self, shapes: Shapes, width: int, depth: int, activation: Activation, normalize: bool = False) -> None:
         super().__init__()
-        self.normalize = normalize
+        self.normalize, self.width = normalize, width
         self.shapes = {key: tuple(shape) for key, shape in shapes.items()}
         act = ACTIVATIONS[activation]
         self.images = nn.ModuleDict({key: image_layers(shape) for key, shape in self.shapes.items() if len(shape) == 3})

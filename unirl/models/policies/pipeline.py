@@ -295,7 +295,8 @@ class EpisodeLoop:
                 executed = torch.where(acts, taken, executed)
             decision += 1
             after = self.act(rows, executed)
-            self.add(rows, seen, after, columns)
+            recorded = {key: chosen[key] if key in chosen else seen[key] for key in self.stage.facts.inputs}
+            self.add(rows, recorded, after, columns)
             ended = after.terminated | after.truncated
             is_last = self.limit is not None and decision == self.limit
             if not (is_last or self.failed or bool(ended.any())):  # most decisions
@@ -393,7 +394,7 @@ class EpisodeLoop:
         nothing = torch.zeros(count, dtype=torch.bool)
         self.record.add(
             rows[where],
-            self.seen(rows[where], {key: value[where] for key, value in after.items()}),
+            self.stage.encode(self.seen(rows[where], {key: value[where] for key, value in after.items()})),
             **{name: torch.zeros_like(value[where]) for name, value in columns.items()},
             loss_mask=nothing,
             rewards=torch.zeros(count),

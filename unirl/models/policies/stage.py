@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -60,9 +61,10 @@ class ActionStage:
 
     def examples(self, count: int, generator: torch.Generator) -> Observations:
         """[count, *shape] random observations: levels of images, numbers in [0, 1), and an instruction."""
-        made = self.instructions(["reach"] * count)
-        for key, shape in self.facts.observations.items():
-            if key in made:
+        made: Observations = {}
+        for key, shape in self.facts.inputs.items():
+            if key == INSTRUCTION:
+                made |= self.instructions(["reach"] * count)
                 continue
             if len(shape) == 3:
                 made[key] = torch.randint(256, (count, *shape), generator=generator, dtype=torch.uint8)
@@ -72,14 +74,23 @@ class ActionStage:
 
     def build_value_head(self, width: int, seed: int) -> nn.Module:
         seed = key_seed(seed, "value_head")
-        shapes, normalize = self.facts.observations, self.facts.is_normalized
+        shapes, normalize = self.facts.inputs, self.facts.is_normalized
         return ObservationValueHead(shapes, width, self.depth, self.activation, seed, normalize)
+
+    def encode(self, observations: Observations) -> Observations:
+        """What is recorded of observations [N, *shape], and what the trained network reads, on the CPU."""
+        return {key: observations[key] for key in self.facts.inputs}
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The dtype of a forward."""
+        return nullcontext()
 
     @torch.no_grad()
     def decide(self, observations: Observations, noise: Tensor, deterministic: bool = False) -> Outputs:
         """`actions` [N, ...] as they are recorded, `logp` [N], and what is `executed` [N, chunk, ...]; on the CPU.
 
-        The host waits once for the device.
+        What `encode` makes beside the observations themselves is there as well, by its key. The host waits once for the
+        device.
 
         Args:
             noise: [N, *noise_shape] on the CPU.
@@ -98,7 +109,7 @@ class ActionStage:
         values: ValueGradient | None = None,
     ) -> TokenReplay:
         """Log-probs [sum L] of all decisions of `segment` in one forward; see `TokenStage.replay`."""
-        observations = {key: segment.observations[key] for key in self.facts.observations}
+        observations = {key: segment.observations[key] for key in self.facts.inputs}
         outputs = self._forward(observations, actions=segment.actions, entropy=entropy)
         state_values = None
         if values is not None:
@@ -126,13 +137,14 @@ class ActionStage:
         entropy: bool = False,
     ) -> Outputs:
         count, device = len(next(iter(observations.values()))), self._device()
-        outputs = self.network(
-            self._padded(observations, count, device),
-            actions=None if actions is None else self._rows(actions, count, device),
-            noise=None if noise is None else self._rows(noise, count, device),
-            deterministic=deterministic,
-            entropy=entropy,
-        )
+        with self.autocast():
+            outputs = self.network(
+                self._padded(observations, count, device),
+                actions=None if actions is None else self._rows(actions, count, device),
+                noise=None if noise is None else self._rows(noise, count, device),
+                deterministic=deterministic,
+                entropy=entropy,
+            )
         if count % self.facts.batch_multiple == 0:
             return cast(Outputs, outputs)
         return {name: tensor[:count] for name, tensor in outputs.items()}
@@ -185,7 +197,5 @@ class InstructedStage(ActionStage):
         hidden = outputs[HIDDEN]
         return head(self._rows(hidden.detach() if gradient == "head" else hidden, len(hidden), self._device()))
 
-    def _forward(self, observations: Observations, **arguments: Any) -> Outputs:
-        device, is_lower = self._device().type, self.autocast_dtype != torch.float32
-        with torch.autocast(device, self.autocast_dtype, enabled=is_lower):
-            return super()._forward(observations, **arguments)
+    def autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self._device().type, self.autocast_dtype, enabled=self.autocast_dtype != torch.float32)

@@ -146,6 +146,7 @@ class SmolVLABundle(StoredPolicyBundle):
             block_class_names=("LlamaDecoderLayer", "SmolVLAExpertLayer", "SmolVLMEncoderLayer"),
             lora_targets=decoder_targets(dict.fromkeys(decoders, sizes["num_vlm_layers"])),
             tokens=len(cameras_of(shapes)) * patches + 1 + horizon,
+            hidden_size=vlm.text_config.hidden_size,
         )
 
     @classmethod

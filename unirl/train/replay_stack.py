@@ -111,7 +111,7 @@ class ReplayStack(TrainStack):
     def train_track(
         self, track: RolloutTrack, now: TrainingProgress = START, shown: Collection[str] = ()
     ) -> TrainStepResult:
-        """Add the decisions of `track`, and make the updates that they pay for. Nothing is known of the `shown` ones."""
+        """Add the decisions of `track`, and make the updates that they pay for. No sample has values of its own."""
         before = self.replay.added
         segment = cast(ActionSegment, track.segment)
         if self.num_offline < self.minibatch_size:

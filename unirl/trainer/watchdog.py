@@ -30,7 +30,7 @@ HELD_OUT, HELD_OUT_ERROR = "eval/reward_mean", "eval/reward_stderr"
 EPISODES = "env/return"
 SMALL = 1e-9
 SURE = 4.56
-"""Standard errors that a normal value exceeds, in either direction, in 5 % of 10,000 draws: 20,000 Phi(-4.56) = 0.05."""
+"""Standard errors that noise exceeds in 5 % of runs of 10,000 independent looks: 20,000 Phi(-4.56) = 0.05."""
 LEAST_KL = 0.01
 """A KL divergence below this many nats does not run away, however small it began."""
 EXTREME_RATIO = 1000.0

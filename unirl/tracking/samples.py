@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Generic, Protocol, Self, TypeVar
 
@@ -291,4 +291,4 @@ def direction(old: SampleGroup, new: SampleGroup) -> int:
 
 def write_manifest(rows: Sequence[SampleRow], path: Path) -> None:
     """Writes one JSON line per sample."""
-    replace_text(path, "".join(json.dumps(finite(asdict(row)), sort_keys=True) + "\n" for row in rows))
+    replace_text(path, "".join(json.dumps(finite(vars(row)), sort_keys=True) + "\n" for row in rows))

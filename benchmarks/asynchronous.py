@@ -61,9 +61,9 @@ class SleepingScorer(BrightnessRewardScorer):
 class SleepingLoss(DiffusionGRPO):
     """Trains for a set time: each part of the rows takes its share of it."""
 
-    def compute_loss_and_backward(self, stage, rows, backward, now, first_update=False):
+    def compute_loss_and_backward(self, stage, rows, backward, now, first_update=False, observe=None):
         with lasting("TRAIN_S", len(rows)):
-            return super().compute_loss_and_backward(stage, rows, backward, now, first_update)
+            return super().compute_loss_and_backward(stage, rows, backward, now, first_update, observe)
 
 
 def step_seconds(folder: Path, runtime: str, steps: int, *overrides: str) -> list[float]:

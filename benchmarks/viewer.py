@@ -21,8 +21,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -31,8 +32,10 @@ from typing import Any
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
+from unirl.tracking.samples import SampleRow, write_manifest
 from unirl.viewer.library import id_of
 
+PARTS = ("run", "report", "writing", "gallery", "table")
 PER_STEP = 100
 SCROLLED_FRAMES = 600
 WATCH = """() => {
@@ -209,6 +212,36 @@ def long_table(page: Page, root: Path) -> dict[str, Any]:
         }
 
 
+def report_of(root: Path) -> dict[str, float]:
+    """A report of a run by a fresh process: seconds, CPU seconds, and its size."""
+    target = root.parent / "report.html"
+    begun, before = time.perf_counter(), os.times()
+    subprocess.run([sys.executable, "-m", "unirl.cli", "report", str(root), "-o", str(target)], check=True)
+    after = os.times()
+    cpu = after.children_user + after.children_system - before.children_user - before.children_system
+    return {"wall_s": time.perf_counter() - begun, "cpu_s": cpu, "megabytes": target.stat().st_size / 1e6}
+
+
+def writing(folder: Path) -> dict[str, float]:
+    """The manifest of 16 responses of 512 tokens, with the log-probs, log-ratios and advantages of each: CPU and size.
+
+    It is written when the samples are scored, and again with the values that training found.
+    """
+    draw = random.Random(2)
+    series = {name: tuple(draw.gauss(0, 1) for _ in range(512)) for name in ("logp", "log_ratio", "advantage")}
+    facts: dict[str, Any] = {"group_id": "g", "prompt": "p" * 200, "reward": 0.5, "pieces": (" word",) * 512}
+    rows = [
+        SampleRow(sample_id=f"p:{n}", series={"logp": series["logp"]}, text="word " * 512, **facts) for n in range(16)
+    ]
+    path, times = folder / "manifest.jsonl", []
+    for _ in range(20):
+        begun = time.process_time()
+        write_manifest(rows, path)
+        write_manifest([replace(row, series=series) for row in rows], path)
+        times.append(time.process_time() - begun)
+    return {"cpu_ms": 1000 * sorted(times)[len(times) // 2], "kilobytes": path.stat().st_size / 1e3}
+
+
 def front_end_bytes() -> int:
     """Bytes of all files of the front end, each compressed with gzip."""
     total = 0
@@ -224,32 +257,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Times the viewer in Chromium.")
     parser.add_argument("--samples", type=int, default=100_000)
     parser.add_argument("--lines", type=int, default=1_000_000)
-    parser.add_argument("--json", default=None)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--json", default=None, help="the file for the figures; it keeps those of other parts")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         roots = {name: Path(folder) / name for name in ("run", "gallery", "table")}
-        for (name, root), steps in zip(roots.items(), (10_000, 1000, options.lines), strict=True):
+        lines = options.lines if "table" in options.parts else 1
+        for (name, root), steps in zip(roots.items(), (10_000, 1000, lines), strict=True):
             write_facts(root, steps)
             write_metrics(root, steps, 10 if name == "table" else 40)
         write_samples(roots["run"], 2000, 256)
-        write_samples(roots["gallery"], options.samples, 64)
+        write_samples(roots["gallery"], options.samples if "gallery" in options.parts else PER_STEP, 64)
         chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
         page = browser.new_page(viewport={"width": 1280, "height": 900})
-        measured = {
-            "cores": os.cpu_count(),
-            "load_average": os.getloadavg()[0],
-            "chromium": browser.version,
-            "run_of_10000_steps_and_2000_samples": first_pages(page, roots["run"]),
-            "gallery": long_gallery(page, roots["gallery"]),
-            f"table_of_{options.lines}_lines": long_table(page, roots["table"]),
-            "front_end_gzip_bytes": front_end_bytes(),
+        kept = Path(options.json) if options.json else None
+        measured = json.loads(kept.read_text()) if kept is not None and kept.exists() else {}
+        measured |= {"cores": os.cpu_count(), "chromium": browser.version, "front_end_gzip_bytes": front_end_bytes()}
+        makers: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
+            "run": ("run_of_10000_steps_and_2000_samples", lambda: first_pages(page, roots["run"])),
+            "report": ("report_of_this_run", lambda: report_of(roots["run"])),
+            "writing": ("manifest_of_16_responses_of_512_tokens", lambda: writing(Path(folder))),
+            "gallery": ("gallery", lambda: long_gallery(page, roots["gallery"])),
+            "table": (f"table_of_{options.lines}_lines", lambda: long_table(page, roots["table"])),
         }
+        for name in options.parts:
+            title, measure = makers[name]
+            measured[title] = {"load_average": os.getloadavg()[0], **measure()}
         browser.close()
     text = json.dumps(measured, indent=1)
     print(text)
-    if options.json:
-        Path(options.json).write_text(text + "\n")
+    if kept is not None:
+        kept.write_text(text + "\n")
 
 
 if __name__ == "__main__":

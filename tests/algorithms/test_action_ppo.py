@@ -163,9 +163,9 @@ def test_every_pass_trains_every_decision_once() -> None:
     seen: list[Tensor] = []
     update = stack.update
 
-    def recorded(micros: Any, now: Any, first: bool) -> Any:
+    def recorded(micros: Any, now: Any, first: bool, watch: Any) -> Any:
         seen.extend(micro.segment.logp for micro in micros)
-        return update(micros, now, first)
+        return update(micros, now, first, watch)
 
     stack.update = recorded  # type: ignore[method-assign]
     stack.train_track(track)

@@ -32,8 +32,9 @@ PHASES = ("sync", "generate", "reward", "train")
 
 
 def train_a_step(recipe: str, folder: Path, *overrides: str) -> tuple[dict[str, int], dict[str, float]]:
-    """Waits of the host in each phase of one step, and the metrics of that step."""
+    """Waits of the host in each phase of one step that stores no samples, and the metrics of that step."""
     settings = ("scale=toy", "num_rollouts=1", "evaluation.eval_steps=0", "tracking.mirrors=[]", f"run.dir={folder}")
+    settings += ("tracking.sample_steps=0",)
     waits: dict[str, Counter[tuple[str, str]]] = {}
     with second_devices(count=4) as devices, pytest.MonkeyPatch.context() as patch:
         patch.setattr(PhaseTimers, "phase", counting(PhaseTimers.phase, devices, waits))

@@ -105,7 +105,7 @@ def test_a_long_text_keeps_its_beginning_and_its_end_and_says_how_much_is_missin
 def test_any_text_is_kept_exactly_and_read_back(tmp_path) -> None:
     texts = (*EVIL, "last \udcff")
     saved = table(texts, prompt=EVIL[1]).saved(tmp_path)
-    write_manifest(saved, tmp_path / "manifest.jsonl")
+    write_manifest(saved.rows, tmp_path / "manifest.jsonl")
     result = read_samples(list(read_rows(tmp_path / "manifest.jsonl")), tmp_path)
     assert result.media == TextMedia(texts)
     assert [row.prompt for row in result.rows] == [EVIL[1]] * len(texts)
@@ -171,7 +171,7 @@ def test_a_prompt_about_pictures_names_them_and_keeps_them(tmp_path) -> None:
     plain = table(("a", "b"))
     rows = tuple(replace(row, images=("set/p 1.png", "x`y.png")) for row in plain.rows)
     saved = SampleTable(rows, plain.media).saved(tmp_path)
-    write_manifest(saved, tmp_path / "manifest.jsonl")
+    write_manifest(saved.rows, tmp_path / "manifest.jsonl")
     result = read_samples(list(read_rows(tmp_path / "manifest.jsonl")), tmp_path)
     assert result.rows[0].images == ("set/p 1.png", "x`y.png")
     for page in (samples_page(result, "t"), before_after_page(result, result, ("before", "after"))):

@@ -212,7 +212,7 @@ def test_a_strip_of_large_frames_shows_them_shrunk():
 def test_what_a_run_directory_keeps_is_read_back_as_it_was(tmp_path, frames):
     table = table_of(videos(frames, fps=12.5))
     saved = table.saved(tmp_path)
-    write_manifest(saved, tmp_path / "manifest.jsonl")
+    write_manifest(saved.rows, tmp_path / "manifest.jsonl")
     rows = list(read_rows(tmp_path / "manifest.jsonl"))
     shown = {1: 1, 5: 5, 9: 9, 81: 27}[frames]
     for row, name in zip(rows, ("p00-s00", "p00-s01", "p01-s00", "p01-s01"), strict=True):
@@ -384,7 +384,7 @@ def test_pages_leave_out_samples_without_a_video_and_the_manifest_keeps_them(tmp
         folder = tmp_path / name
         folder.mkdir()
         table = table_of(some, gain).saved(folder)
-        write_manifest(table, folder / "manifest.jsonl")
+        write_manifest(table.rows, folder / "manifest.jsonl")
         tables.append(read_samples(read_rows(folder / "manifest.jsonl"), folder))
     before, after = tables
     assert [video.num_frames for video in after.media.videos] == [3, 0, 3, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,7 @@ COMMON = (
     "plugins=[tests]",
     f"num_rollouts={STEPS}",
     "save_interval=0",
-    "tracking.sample_steps=0",
+    "tracking.sample_steps=1",
     "evaluation.eval_steps=0",
     "stack.num_updates_per_batch=2",
     "stack.micro_batch_size=1",
@@ -44,11 +45,13 @@ ON_RAY = {
 
 @dataclass
 class Outcome:
-    """What a run made: of every step the responses, their log-probs and rewards; and the final weights."""
+    """What a run made: of every step the responses, their log-probs and rewards; the stored values along samples of
+    the first step, by sample; and the final weights."""
 
     texts: list[list[str]]
     logp: list[Tensor]
     rewards: list[Tensor]
+    series: dict[str, dict[str, list[float]]]
     weights: dict[str, Tensor]
 
 
@@ -56,7 +59,7 @@ def run(folder: Path, *overrides: str) -> Outcome:
     loaded = load(RECIPE, [*COMMON, f"run.dir={folder}", *overrides])
     preflight(loaded)
     with assemble.build_trainer(loaded) as trainer:
-        made = Outcome([], [], [], {})
+        made = Outcome([], [], [], {}, {})
         produce = trainer.produce
 
         def watched(step: int):
@@ -70,6 +73,8 @@ def run(folder: Path, *overrides: str) -> Outcome:
         trainer.produce = watched
         trainer.train()
         made.weights = dict(trainer.policy.roles.backend.gather())
+    rows = (folder / "samples/step-000001/manifest.jsonl").read_text().splitlines()
+    made.series = {row["sample_id"]: row["series"] for row in map(json.loads, rows)}
     return made
 
 
@@ -78,6 +83,9 @@ def assert_same(found: Outcome, expected: Outcome) -> None:
         assert found.texts[step] == expected.texts[step], f"responses of step {step}"
         assert torch.equal(found.rewards[step], expected.rewards[step]), f"rewards of step {step}"
     assert torch.equal(found.logp[0], expected.logp[0])
+    assert found.series.keys() == expected.series.keys()
+    for sample_id, series in expected.series.items():
+        assert found.series[sample_id]["log_ratio"] == pytest.approx(series["log_ratio"], abs=1e-4)
     assert torch.allclose(found.logp[-1], expected.logp[-1], atol=1e-4, rtol=0)
     assert found.weights.keys() == expected.weights.keys()
     for name, weight in expected.weights.items():
@@ -130,5 +138,8 @@ def test_servers_of_two_devices_sample_what_one_server_samples(workers, tmp_path
 
 def test_training_moved_the_weights(trainside) -> None:
     for made in trainside.values():
+        largest = [max(map(abs, series["log_ratio"])) for series in made.series.values()]
+        # Without siblings in both halves of the batch, the samples of the first update have weights as they were.
+        assert len(largest) == 16 and largest[:8] == [0.0] * 8 and min(largest[8:]) > 1e-3
         assert made.texts[0] != made.texts[-1]
         assert not torch.equal(made.logp[0][:4], made.logp[-1][:4])

@@ -68,7 +68,7 @@ GOOD: dict[AlarmName, tuple[Trace, Sequence[tuple[int, float, float]]]] = {
     "component.falls": ({HELD: RISING, "reward/clip_mean": noisy(0.5, 0.45)}, ()),
     "diversity.collapse": ({"eval/diversity": [0.3, 0.28, 0.2, 0.1]}, ()),
     "detail.grows": ({"eval/fine_detail": [0.001, 0.0012, 0.0015]}, ()),
-    "length.drift": ({"rollout/response_len_mean": noisy(20.0, 23.0)}, ()),
+    "length.drift": ({"rollout/response_len_mean": noisy(20.0, 21.5)}, ()),
     "kl.runaway": ({"train/approx_kl": noisy(0.01, 0.1)}, ()),
     "ratio.runaway": ({"train/clip_fraction": noisy(0.1, 0.7), "train/ratio_max": noisy(1.2, 5.0)}, ()),
     "groups.equal": ({"rollout/zero_std_group_ratio": [0.2] * 5 + [1.0] * 15 + [0.5] + [1.0] * 4}, ()),
@@ -91,6 +91,27 @@ def test_a_trace_with_the_sign_raises_its_alarm_alone(name):
 @pytest.mark.parametrize("name", GOOD)
 def test_a_trace_without_it_raises_none(name):
     assert [sign.name for sign in SIGNS if found(sign.name, *GOOD[name]) is not None] == []
+
+
+def raised_in(trace: Sequence[float]) -> bool:
+    """The alarm about lengths begins after some step of a run."""
+    [sign] = [sign for sign in SIGNS if sign.name == "length.drift"]
+    course = Course(History(), History())
+    for step, value in enumerate(trace):
+        course.steps.add({"step": step, "rollout/response_len_mean": value})
+        if sign.look(course, CONFIG) is not None:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("spread", [0.03, 0.1, 0.2])
+def test_noise_alone_raises_the_alarm_about_lengths_in_few_runs(spread):
+    runs = np.random.default_rng(0).normal(1.0, spread, (60, 100))
+    assert sum(map(raised_in, runs.tolist())) <= 3
+
+
+def test_a_slow_drift_that_is_larger_than_the_noise_raises_the_alarm_about_lengths():
+    assert raised_in(noisy(25.0, 29.0, spread=0.75))
 
 
 def test_an_alarm_says_since_when():

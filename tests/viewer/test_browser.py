@@ -71,6 +71,12 @@ def opened(page, root, name, part=""):
     page.wait_for_selector("main:not([aria-busy]) h1")
 
 
+def assert_drawn(page, chart):
+    """A chart is drawn once it is in the window."""
+    page.locator(f"[data-chart='{chart}']").scroll_into_view_if_needed()
+    page.wait_for_selector(f"[data-chart='{chart}'] canvas")
+
+
 def test_the_list_of_runs_is_searched_and_leads_to_a_run_and_a_comparison(page):
     assert page.locator("tr[data-item]").count() == 6
     page.keyboard.press("/")
@@ -99,7 +105,7 @@ def test_a_run_has_curves_with_spread_phases_outcome_ledger_and_warnings(page, r
     label = page.locator("[data-chart='Reward'] [role=img]").get_attribute("aria-label")
     assert label == "Reward over step. Last: training 0.800, held out 0.510"
     for chart in ("shape", "Time of a step by phase"):
-        assert page.locator(f"[data-chart='{chart}'] canvas").count() == 1
+        assert_drawn(page, chart)
     text = page.locator("main").inner_text()
     assert "the reward looks odd" in text
     assert "not finite: 8" in text

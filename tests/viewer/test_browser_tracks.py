@@ -7,7 +7,7 @@ import pytest
 
 from tests.source_tree import ROOT
 from tests.viewer.serving import viewer
-from tests.viewer.test_browser import CHROMIUM, COLOURS, NAMELESS, browser, contrast, opened, page  # noqa: F401
+from tests.viewer.test_browser import CHROMIUM, COLOURS, NAMELESS, assert_drawn, browser, contrast, opened, page  # noqa: F401
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed")]
 RECIPES = {"pe": "pe/quickstart", "unified": "unified_model/bagel_think_joint"}
@@ -56,7 +56,7 @@ def test_a_run_of_several_tracks_is_walked_from_the_list_to_a_sample_and_its_sib
     assert page.locator(".tree .here").count() == 1
     assert tree.nth(1).inner_text().startswith("rewrite: ")
     for chart in ("logp", "sigma"):
-        assert page.locator(f"[data-chart='{chart}'] canvas").count() == 1
+        assert_drawn(page, chart)
     here = page.locator("h1").inner_text()
     tree.locator("a").nth(5).click()
     page.wait_for_function("said => document.querySelector('h1')?.textContent !== said", arg=here)
@@ -79,7 +79,7 @@ def test_settings_of_two_runs_differ_and_a_comparison_has_the_tracks_of_both(pag
         page.keyboard.press("Space")
     page.get_by_role("button", name="Compare 2").click()
     page.wait_for_selector("[data-chart='ar/rollout/reward_mean'] canvas")
-    assert page.locator("[data-chart='think/rollout/reward_mean'] canvas").count() == 1
+    assert_drawn(page, "think/rollout/reward_mean")
     assert "the settings of the reward differ" in page.locator("main").inner_text()
 
 

@@ -50,6 +50,9 @@ START = TrainingProgress()
 Backward = Callable[[Tensor, bool], None]
 """Backpropagates a loss. The second argument is True for the last part of the rows."""
 
+Observe = Callable[[Part, dict[str, Tensor]], None]
+"""Gets the values of the elements of one part, which `StageAlgorithm.element_values` returned."""
+
 
 @dataclass(frozen=True)
 class LossResult:
@@ -61,6 +64,8 @@ class LossResult:
     """They include LOSS_RMS, the size of the elements, if the loss is to be balanced by its uncertainty."""
     outputs: PolicyOutputs
     """Outputs of the weights that were differentiated. In the first update they are the values of the live anchors."""
+    advantages: Tensor | None = None
+    """Detached advantage of each element, in the shape of the log-probs. None: that of its row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +199,10 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[StageT, SegmentT]):
         """Metrics of the difference between the engine's record and `outputs` of the same weights."""
         return {}
 
+    def element_values(self, rows: RolloutTrack[SegmentT], part: Part, result: LossResult) -> dict[str, Tensor]:
+        """Detached values of the elements of a part by name, to be shown to people. None by default."""
+        return {}
+
     def prepare_segment(self, stage: StageT, rows: RolloutTrack[SegmentT], snapshot: str) -> tuple[SegmentT, Metrics]:
         """The anchor pass: the segment with the anchors of `snapshot`, and parity metrics if it is "live".
 
@@ -222,10 +231,12 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[StageT, SegmentT]):
         backward: Backward,
         now: TrainingProgress = START,
         first_update: bool = False,
+        observe: Observe | None = None,
     ) -> Metrics:
         """Accumulates the gradient of `rows`, one part at a time, and returns the metrics of all parts.
 
         In the first update the weights are still those that sampled, so parity with the engine is measured, too.
+        `observe` gets the `element_values` of every part.
         """
         parts = self.parts(rows.segment)
         metrics: list[Metrics] = []
@@ -237,6 +248,8 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[StageT, SegmentT]):
             metrics.append(result.metrics)
             if first_update:
                 metrics.append(self.parity(rows, part, result.outputs))
+            if observe is not None:
+                observe(part, self.element_values(rows, part, result))
             progress("part of the loss", len(parts))
         return merge(metrics)
 
@@ -274,3 +287,8 @@ class PolicyGradient(StageAlgorithm[StageT, SegmentT]):
 
     def kl_controller(self) -> KLController | None:
         return None if self.kl_adaptive is None else KLController(self.kl_adaptive)
+
+    def element_values(self, rows: RolloutTrack[SegmentT], part: Part, result: LossResult) -> dict[str, Tensor]:
+        """`log_ratio`: log-prob under the weights that are trained minus the recorded one, nats. `advantage`."""
+        values = {"log_ratio": result.outputs["logp"] - rows.segment.recorded(part)}
+        return values if result.advantages is None else {**values, "advantage": result.advantages}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from unirl.algorithms.base import LOSS_RMS, START, Backward, LatentRows, LossResult, Part, PolicyOutputs
+from unirl.algorithms.base import LOSS_RMS, START, Backward, LatentRows, LossResult, Observe, Part, PolicyOutputs
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.algorithms.shared.critic import OLD_VALUE, GAEInputs, OutcomeCritic, StepCredit, gae, outcome_rewards
 from unirl.algorithms.shared.surrogate import weighted_sum
@@ -60,7 +60,8 @@ class DiffusionPPO(OutcomeCritic[DiffusionStage, LatentSegment], DiffusionGRPO):
         total = policy.loss + self.vf_coef * weighted_sum(losses, weights)
         # The elements of the value loss are counted beside those of the policy loss.
         metrics[LOSS_RMS] = policy.metrics[LOSS_RMS].merged(Metric.rms(self.vf_coef * losses.detach(), weights))
-        return LossResult(total, policy.metrics | metrics, {**policy.outputs, "value": output.detach()})
+        outputs: PolicyOutputs = {**policy.outputs, "value": output.detach()}
+        return replace(policy, loss=total, metrics=policy.metrics | metrics, outputs=outputs)
 
     def compute_loss_and_backward(
         self,
@@ -69,9 +70,11 @@ class DiffusionPPO(OutcomeCritic[DiffusionStage, LatentSegment], DiffusionGRPO):
         backward: Backward,
         now: TrainingProgress = START,
         first_update: bool = False,
+        observe: Observe | None = None,
     ) -> Metrics:
         # The old values of all parts are computed once here, not in `loss` of every part.
-        return super().compute_loss_and_backward(stage, self.with_old_values(stage, rows), backward, now, first_update)
+        rows = self.with_old_values(stage, rows)
+        return super().compute_loss_and_backward(stage, rows, backward, now, first_update, observe)
 
     def element_advantages(self, rows: LatentRows, part: Part) -> Float[Tensor, "B S"]:
         return rows.segment.columns(self.gae_credit(rows).advantages, part)

@@ -50,8 +50,8 @@ class WatchConfig:
     """Diversity of samples over that of the first ones, below which it has collapsed."""
     detail_ratio: Above1 = 1.5
     """Energy of the finest detail of images over that of the first ones, above which it is an artefact."""
-    length_ratio: Above1 = 1.25
-    """Factor by which the mean length of responses must have grown or shrunk."""
+    length_ratio: Above1 = 1.1
+    """Factor by which the mean length of responses must have grown or shrunk, beside being more than noise."""
     kl_ratio: Above1 = 20.0
     """KL divergence over that of the first steps, above which it runs away."""
     clip_fraction: Share = 0.9

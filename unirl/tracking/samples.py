@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Generic, Protocol, Self, TypeVar
 
@@ -289,6 +289,6 @@ def direction(old: SampleGroup, new: SampleGroup) -> int:
     return 0 if abs(mean) <= MIN_ERRORS * math.sqrt(variance / len(changes)) else 1 if mean > 0 else -1
 
 
-def write_manifest(table: SampleTable[Media], path: Path) -> None:
+def write_manifest(rows: Sequence[SampleRow], path: Path) -> None:
     """Writes one JSON line per sample."""
-    replace_text(path, "".join(json.dumps(finite(asdict(row)), sort_keys=True) + "\n" for row in table.rows))
+    replace_text(path, "".join(json.dumps(finite(vars(row)), sort_keys=True) + "\n" for row in rows))

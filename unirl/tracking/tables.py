@@ -114,6 +114,8 @@ def finite(value: object) -> object:
     """`value` with `nan`, `inf` and `-inf` as text, because JSON has no such numbers. `float` reads the text."""
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(value)
+    if isinstance(value, (str, int)):  # the check against Mapping is slow, and pieces of texts are many
+        return value
     if isinstance(value, Mapping):
         return {str(key): finite(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):

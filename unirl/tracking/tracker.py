@@ -18,7 +18,7 @@ from unirl.tracking.overview import draw_overview
 from unirl.tracking.owner import OwnershipLostError, now
 from unirl.tracking.record import RunRecord
 from unirl.tracking.run_directory import RunDirectory, read_record, remark_of
-from unirl.tracking.samples import Media, MirroredPage, SampleTable, pairs_of, write_manifest
+from unirl.tracking.samples import Media, MirroredPage, SampleRow, SampleTable, pairs_of, write_manifest
 from unirl.tracking.tables import CsvTable, JsonLines, finite, read_rows, replace_text
 from unirl.tracking.timing import PhaseTimers, Spans, peak_memory
 from unirl.types.evaluation import EvalResult
@@ -62,6 +62,8 @@ class Tracker:
         self._events = JsonLines(run.root / "events.jsonl")
         self._cut_tables = (self._metrics, self._table, self._eval_table, self._ledger)
         self._remarked: set[str] = set()
+        self._newest_samples: tuple[Path, Sequence[SampleRow]] = run.root, ()
+        """The manifest of the newest stored samples, and its rows."""
         self._closed = False
         self._mirrors.open()
         self.event("run.start", argv=list(run.identity.argv))
@@ -126,11 +128,20 @@ class Tracker:
         folder = self.run.fresh_step_folder("samples", step)
         saved = replace(table, remark=remark_of(self.run.root)).saved(folder)
         self._remark(saved.media)
-        write_manifest(saved, folder / "manifest.jsonl")
+        self._newest_samples = folder / "manifest.jsonl", saved.rows
+        write_manifest(saved.rows, folder / "manifest.jsonl")
         page = saved.media.page(saved, folder, f"samples of step {step}")
         saved.media.mirror(self._mirrors, MirroredPage(step, "samples", f"step {step}", page), saved.rows)
         self.run.prune_step_folders("samples", self._keep_samples)
         return page
+
+    def add_series(self, series: Mapping[str, Mapping[str, tuple[float, ...]]]) -> None:
+        """Adds values along the newest stored samples, by sample id, to their manifest."""
+        self.run.fence.check()
+        manifest, rows = self._newest_samples
+        rows = [replace(row, series={**row.series, **series.get(row.sample_id, {})}) for row in rows]
+        write_manifest(rows, manifest)
+        self._newest_samples = manifest, rows
 
     def eval(self, step: int, result: EvalResult) -> Path:
         """Stores an evaluation: scores, media, a page of all, and a comparison with the first evaluation of the run.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, cast
@@ -108,8 +108,10 @@ class ReplayStack(TrainStack):
         return 0 if self.demonstrations is None else round(self.offline_share * self.minibatch_size)
 
     @scatter(merge_ranks, unread=("decoded",))
-    def train_track(self, track: RolloutTrack, now: TrainingProgress = START) -> TrainStepResult:
-        """Add the decisions of `track`, and make the updates that they pay for."""
+    def train_track(
+        self, track: RolloutTrack, now: TrainingProgress = START, shown: Collection[str] = ()
+    ) -> TrainStepResult:
+        """Add the decisions of `track`, and make the updates that they pay for. No sample has values of its own."""
         before = self.replay.added
         segment = cast(ActionSegment, track.segment)
         if self.num_offline < self.minibatch_size:

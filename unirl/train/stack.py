@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
@@ -17,6 +17,7 @@ from unirl.config.errors import DivergenceError, GeometryError, IncompatibleErro
 from unirl.distributed import current
 from unirl.distributed.group.dispatch import broadcast, collect, scatter
 from unirl.train.backend.base import TrainBackend, UpdateStats
+from unirl.train.element_values import ElementValues, Watch
 from unirl.train.memory import DeviceMemory, MicroBatchMemory, memory_of, peak_bytes
 from unirl.train.parity import parity_of
 from unirl.types.batch import map_value
@@ -40,11 +41,14 @@ class PreparedStep:
     now: TrainingProgress
     parity: Metrics
     """Metrics of the difference between the recorded log-probs and those of the anchor pass."""
+    values: ElementValues
+    """Collects the values of samples that are shown to people."""
 
 
 def merge_ranks(results: Sequence[TrainStepResult]) -> TrainStepResult:
     """Merge the results of all ranks, update by update."""
-    return TrainStepResult(tuple(merge(ranks) for ranks in zip(*(r.updates for r in results), strict=True)))
+    updates = tuple(merge(ranks) for ranks in zip(*(r.updates for r in results), strict=True))
+    return TrainStepResult(updates, {name: series for r in results for name, series in r.series.items()})
 
 
 def joined(results: Sequence[list[MicroBatchMemory]]) -> list[MicroBatchMemory]:
@@ -184,23 +188,35 @@ class TrainStack:
         self.backend.snapshot(name)
 
     @scatter(merge_ranks, unread=("decoded",))
-    def train_track(self, track: RolloutTrack, now: TrainingProgress = START) -> TrainStepResult:
-        """Train on all rows of `track`. The result has one entry of metrics per update."""
-        work = self.prepare(track, now)
-        results = [self.update(micros, work.now, first=u == 0) for u, micros in enumerate(work.updates)]
+    def train_track(
+        self, track: RolloutTrack, now: TrainingProgress = START, shown: Collection[str] = ()
+    ) -> TrainStepResult:
+        """Train on all rows of `track`. The result has one entry of metrics per update.
+
+        Args:
+            shown: the ids of the samples whose values along the sample are returned, too (`ElementValues`).
+        """
+        work = self.prepare(track, now, shown=shown)
+        results = [
+            self.update(micros, work.now, first=u == 0, watch=work.values.watch)
+            for u, micros in enumerate(work.updates)
+        ]
         results[0] = merge([results[0], work.parity])
         self.backend.finish_step()
-        return TrainStepResult(tuple(results))
+        return TrainStepResult(tuple(results), work.values.by_sample())
 
-    def prepare(self, track: RolloutTrack, now: TrainingProgress = START, is_first: bool = True) -> PreparedStep:
+    def prepare(
+        self, track: RolloutTrack, now: TrainingProgress = START, is_first: bool = True, shown: Collection[str] = ()
+    ) -> PreparedStep:
         """The updates of a step, with their anchors. It comes before the first update of any loss on these weights.
 
         Args:
             is_first: the first update of this track is the first one on these weights in the step.
+            shown: the ids of the samples whose values are collected.
         """
         updates = self._split(track)
         parity = self._prepare(updates, own_anchors=int(is_first))
-        return PreparedStep(updates, self._with_totals(updates, now), parity)
+        return PreparedStep(updates, self._with_totals(updates, now), parity, ElementValues(shown))
 
     @scatter(merge, unread=("decoded",))
     def measure_parity(self, track: RolloutTrack) -> Metrics:
@@ -334,13 +350,13 @@ class TrainStack:
         rank = current()
         return replace(now, totals=tuple(rank.sum_over_dp(total) for total in torch.stack(own).sum(0).tolist()))
 
-    def update(self, micros: Update, now: TrainingProgress, first: bool) -> Metrics:
+    def update(self, micros: Update, now: TrainingProgress, first: bool, watch: Watch | None = None) -> Metrics:
         """One optimizer update over `micros`."""
         count = self.count(micros)
         if count == 0:
             # Every rank sees the same count, so all ranks return here together.
             return {"train/skipped_updates": Metric.sum(1.0)}
-        total, metrics = self.accumulate(micros, now, first, 1.0 / count)
+        total, metrics = self.accumulate(micros, now, first, 1.0 / count, watch=watch)
         return self.step(total, metrics)
 
     def count(self, micros: Update) -> float:
@@ -348,7 +364,13 @@ class TrainStack:
         return current().sum_over_dp(sum(count_of(self.algorithm, micro) for micro in micros))
 
     def accumulate(
-        self, micros: Update, now: TrainingProgress, first: bool, scale: float, is_last: bool = True
+        self,
+        micros: Update,
+        now: TrainingProgress,
+        first: bool,
+        scale: float,
+        is_last: bool = True,
+        watch: Watch | None = None,
     ) -> tuple[Tensor, Metrics]:
         """Add the gradient of an update, and return its scaled loss on this rank, [] float64, with its metrics.
 
@@ -356,13 +378,15 @@ class TrainStack:
             first: the weights are those that sampled the rows.
             scale: the factor of the sum of losses.
             is_last: no further gradient is added before the optimizer steps.
+            watch: says who observes the values of a micro-batch. None: nobody.
         """
         total = torch.zeros((), device=self.backend.device, dtype=torch.float64)
         metrics: list[Metrics] = []
         for i, micro in enumerate(micros):
             backward = partial(self._backward, total, scale, is_last and i == len(micros) - 1)
+            observe = None if watch is None else watch(i, micro)
             micro_metrics = self.algorithm.compute_loss_and_backward(
-                self.stage, self._placed(micro), backward, now, first_update=first
+                self.stage, self._placed(micro), backward, now, first_update=first, observe=observe
             )
             # In float64, sums do not depend on how rows are spread over micro-batches and ranks.
             metrics.append(map_value(micro_metrics, Tensor.double))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, Any, ClassVar, cast
 
@@ -16,6 +16,7 @@ from unirl.config.errors import IncompatibleError
 from unirl.distributed import current
 from unirl.distributed.group.dispatch import scatter
 from unirl.sde.noise import key_seed
+from unirl.train.element_values import ElementValues
 from unirl.train.normalization import RunningStatistics
 from unirl.train.stack import TrainStack, merge_ranks
 from unirl.types.batch import take_rows
@@ -73,12 +74,18 @@ class TransitionStack(TrainStack):
         return RunningStatistics(facts.normalized, self.normalize_rewards)
 
     @scatter(merge_ranks, unread=("decoded",))
-    def train_track(self, track: RolloutTrack, now: TrainingProgress = START) -> TrainStepResult:
-        """Train on all decisions of `track`. The result has one entry of metrics per update."""
+    def train_track(
+        self, track: RolloutTrack, now: TrainingProgress = START, shown: Collection[str] = ()
+    ) -> TrainStepResult:
+        """Train on all decisions of `track`. The result has one entry of metrics per update.
+
+        The log-ratios of `shown` samples are those of the last pass over their decisions.
+        """
         statistics, seen = self.statistics, track
         if statistics is not None and statistics.rewards is not None:
             track = self._scaled(track, statistics)
         work = self.prepare(track, now, is_first=False)
+        values = ElementValues(shown)
         placed = [self._placed(micro).sampled_as(PackedSegment) for micro in work.updates[0]]
         rows = RolloutTrack.concat([self.credit.credited(micro, work.now) for micro in placed])
         size = max(self.minibatch_size // current().dp_size, 1)
@@ -86,23 +93,23 @@ class TransitionStack(TrainStack):
         # Every rank makes as many updates as the one with the most decisions.
         [count] = current().max_over_dp([-(-len(counted) // size)])
         results: list[Metrics] = []
-        for _ in range(self.epochs):
+        width = self.forward_decisions or size
+        for epoch in range(self.epochs):
             seed = key_seed(self.backend.seed, f"minibatches{self.backend.updates}")
             order = counted[permutation(len(counted), seed)]
             for i in range(count):
                 minibatch = order[i * size : (i + 1) * size]
-                parts = [
-                    # Every rank makes as many forwards, so a short minibatch ends in parts without a decision.
-                    single_elements(rows, minibatch[begin : begin + (self.forward_decisions or size)])
-                    for begin in range(0, size, self.forward_decisions or size)
-                ]
-                results.append(self.update(parts, work.now, first=not results))
+                # Every rank makes as many forwards, so a short minibatch ends in parts without a decision.
+                places = [minibatch[begin : begin + width] for begin in range(0, size, width)]
+                parts = [single_elements(rows, chosen) for chosen in places]
+                watch = values.watch_places(rows, places) if epoch == self.epochs - 1 else None
+                results.append(self.update(parts, work.now, first=not results, watch=watch))
         results[0] = merge([results[0], work.parity])
         if statistics is not None:  # The updates need the statistics of the policy that acted.
             acted = seen.sampled_as(ActionSegment)
             self.backend.assign(statistics.see(acted.segment, counted_elements(acted)))
         self.backend.finish_step()
-        return TrainStepResult(tuple(results))
+        return TrainStepResult(tuple(results), values.by_sample())
 
     def _scaled(self, track: RolloutTrack, statistics: RunningStatistics) -> RolloutTrack:
         rows = track.sampled_as(ActionSegment)

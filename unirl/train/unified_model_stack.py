@@ -9,7 +9,7 @@ tracks are measured before the first update of a step, so every ratio is one to 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Annotated, ClassVar, Literal
@@ -98,16 +98,19 @@ class UnifiedModelStack:
             self.rule.load_state_dict(state)
 
     @scatter(merge_tracks, unread=("decoded",))
-    def train_tracks(self, resp: RolloutResp, now: Mapping[str, TrainingProgress]) -> TrackResults:
+    def train_tracks(
+        self, resp: RolloutResp, now: Mapping[str, TrainingProgress], shown: Collection[str] = ()
+    ) -> TrackResults:
         """Train on all rows of the tracks that have a stack. The metrics of the weights have the name "".
 
         Args:
             now: the progress of each track.
+            shown: the ids of the samples whose values along the sample are returned, too.
         """
         is_joint = self.schedule == "joint"
         first = next(iter(self.stacks))
         work = {
-            name: stack.prepare(resp.tracks[name], now[name], is_first=is_joint or name == first)
+            name: stack.prepare(resp.tracks[name], now[name], is_first=is_joint or name == first, shown=shown)
             for name, stack in self.stacks.items()
         }
         update = self._joint if is_joint else self._alternating
@@ -115,7 +118,11 @@ class UnifiedModelStack:
         for name, prepared in work.items():
             results[0][name] = merge([results[0][name], prepared.parity])
         self.backend.finish_step()
-        return {name: TrainStepResult(tuple(result[name] for result in results)) for name in results[0]}
+        series = {name: prepared.values.by_sample() for name, prepared in work.items()}
+        return {
+            name: TrainStepResult(tuple(result[name] for result in results), series.get(name, {}))
+            for name in results[0]
+        }
 
     def _weight(self, track: str) -> float:
         return self.loss_weights.get(track, 1.0)
@@ -180,7 +187,7 @@ class UnifiedModelStack:
         self, track: str, prepared: PreparedStep, number: int, scale: float, is_last: bool, first: bool
     ) -> tuple[torch.Tensor, Metrics]:
         micros: Update = prepared.updates[number]
-        return self.stacks[track].accumulate(micros, prepared.now, first, scale, is_last)
+        return self.stacks[track].accumulate(micros, prepared.now, first, scale, is_last, prepared.values.watch)
 
 
 def balance_rule(name: str, tracks: Iterable[str], decay: float) -> LossBalance | None:

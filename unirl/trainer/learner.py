@@ -21,7 +21,7 @@ from unirl.trainer.publishing import Publisher
 from unirl.trainer.residency import Roles
 from unirl.types.facts import ModelFacts
 from unirl.types.protocols import Needs, TrainingProgress
-from unirl.types.results import values
+from unirl.types.results import TrainStepResult, values
 from unirl.types.rollout_resp import RolloutResp, RolloutTrack
 
 
@@ -120,7 +120,9 @@ class Learner:
         rows = self._rows(resp, learners)
         for name, each in learners.items():
             each.check(rows.tracks[name], now[name], monitor)
-        metrics = self._train(rows, now)
+        results = self._train(rows, now, monitor.shown)
+        metrics = {name: values(result.metrics) for name, result in results.items()}
+        monitor.add_series({sample: series for result in results.values() for sample, series in result.series.items()})
         self.version = self.roles.backend.version()
         for name, each in learners.items():
             if each.parity is not None and self.publisher.samples_are_live:
@@ -139,14 +141,14 @@ class Learner:
         num_updates, together = each.config.num_updates, each.needs.rows_together
         return RolloutResp({name: balanced_track(track, num_updates, self.roles.train_ranks, together)})
 
-    def _train(self, rows: RolloutResp, now: Mapping[str, TrainingProgress]) -> dict[str, dict[str, float]]:
-        """The metrics of an update, by track. Metrics of weights that several tracks share have the name ""."""
+    def _train(
+        self, rows: RolloutResp, now: Mapping[str, TrainingProgress], shown: tuple[str, ...]
+    ) -> dict[str, TrainStepResult]:
+        """The results of a step, by track. Metrics of weights that several tracks share have the name ""."""
         if self.roles.shared_stack is not None:
-            results = self.roles.shared_stack.train_tracks(rows, now)
-        else:
-            [(name, track)] = rows.tracks.items()
-            results = {name: self.tracks[name].stack.train_track(track, now[name])}
-        return {name: values(result.metrics) for name, result in results.items()}
+            return self.roles.shared_stack.train_tracks(rows, now, shown)
+        [(name, track)] = rows.tracks.items()
+        return {name: self.tracks[name].stack.train_track(track, now[name], shown)}
 
 
 def fraction_done(step: int, num_rollouts: int) -> float:

@@ -59,6 +59,8 @@ class Monitor:
     """Equal rewards teach the loss nothing, so they raise an alarm."""
     warned_of: set[str] = field(default_factory=set)
     """Subjects of warnings that are printed once."""
+    shown: tuple[str, ...] = ()
+    """The ids of the samples of the step that are in the run directory. Training reports the values along them."""
 
     def record(self, track: str, metrics: Mapping[str, float]) -> None:
         """Record the metrics of one track. In a run with several tracks, each name begins with that of its track.
@@ -100,6 +102,7 @@ class Monitor:
         The samples of the last step are always kept, unless `tracking.sample_steps` is 0.
         """
         every = self.config.tracking.sample_steps
+        self.shown = ()
         if every and (done % every == 0 or done == self.config.num_rollouts):
             from unirl.tracking.media import media_of  # PIL, which a check of a recipe does without
 
@@ -114,6 +117,12 @@ class Monitor:
             req, track = req.select(chosen), track.select(chosen)
             rows = spelled(sample_rows(req, track, self.track), track, engine)
             self.tracker.samples(done, SampleTable(rows, media, step))
+            self.shown = tuple(row.sample_id for row in rows)
+
+    def add_series(self, series: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
+        """Write values along the samples of the step that `keep_samples` wrote, by sample id."""
+        if series:
+            self.tracker.add_series({sample_id: bounded(values) for sample_id, values in series.items()})
 
     def keep_rows(self, done: int, resp: RolloutResp, read: ReadRows) -> None:
         """Write all rows of the step into the run directory, every `tracking.save_rollouts` steps."""

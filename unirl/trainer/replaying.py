@@ -203,6 +203,9 @@ def _sample(
     if new is None:
         yield Difference(step=step, what=f"sample {name}", recorded="there", repeated="absent")
         return
+    # A repetition that does not train has no values of training along its samples.
+    series = {value: old.get("series", {}).get(value) for value in new.get("series", {})}
+    old = {**old, **({"series": series} if "series" in old else {})}
     for key in old:
         if key != "file" and old[key] != new.get(key):
             yield Difference(step=step, what=f"{key} of {name}", recorded=old[key], repeated=new.get(key))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -88,6 +88,9 @@ class Metric:
 
 Metrics = dict[str, Metric]
 
+Series = dict[str, list[float]]
+"""Values along one sample by name, such as `log_ratio` of each token or denoising step."""
+
 
 def merge(parts: Iterable[Metrics]) -> Metrics:
     """The metrics of several micro-batches, parts or ranks, merged by name."""
@@ -109,6 +112,8 @@ class TrainStepResult:
 
     updates: tuple[Metrics, ...]
     """One entry per update, in order."""
+    series: dict[str, Series] = field(default_factory=dict)
+    """Values along the samples that the caller asked for, by sample id."""
 
     @property
     def metrics(self) -> Metrics:
@@ -124,4 +129,4 @@ def _(value: Metric, fn: Callable[[Tensor], Tensor], heavy: HeavyChange | None =
 
 @map_value.register
 def _(value: TrainStepResult, fn: Callable[[Tensor], Tensor], heavy: HeavyChange | None = None) -> TrainStepResult:
-    return TrainStepResult(tuple(map_value(update, fn) for update in value.updates))
+    return TrainStepResult(tuple(map_value(update, fn) for update in value.updates), value.series)

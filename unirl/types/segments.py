@@ -33,6 +33,18 @@ class Segment(Batch):
     anchors: dict[str, Tensor]  # name -> outputs of other weights, for the entries of `logp`
 
     @abstractmethod
+    def recorded(self, part: Sequence[int]) -> Tensor:
+        """The recorded log-probs of the entries `part`, in the shape in which a policy measures them."""
+
+    @abstractmethod
+    def along_rows(self, parts: Sequence[Sequence[int]], values: Sequence[Tensor]) -> list[list[float]]:
+        """[B] the values of each row in the order of `series`, on the CPU. NaN at entries that no part covers.
+
+        Args:
+            values: those of each of `parts`, in the shape of `recorded`.
+        """
+
+    @abstractmethod
     def log_ratios(self, part: Sequence[int], logp: Tensor, weights: Tensor) -> dict[str, LogRatio]:
         """Differences between `logp`, measured for the entries `part`, and the recorded log-probs, by a name for logs.
 
@@ -138,9 +150,19 @@ class LatentSegment(Segment):
         """[B, len(steps)] the entries of stochastic `steps` in `values` [B, S]. They are picked without a wait."""
         return torch.stack([values[:, self.sde_indices.index(step)] for step in steps], dim=1)
 
+    def recorded(self, part: Sequence[int]) -> Tensor:
+        """[B, len(part)]"""
+        return self.columns(self.logp, part)
+
+    def along_rows(self, parts: Sequence[Sequence[int]], values: Sequence[Tensor]) -> list[list[float]]:
+        steps = torch.full((len(self), len(self.sde_indices)), torch.nan)
+        covered = [self.sde_indices.index(step) for part in parts for step in part]
+        steps[:, covered] = torch.cat(list(values), dim=1).float().cpu()
+        return steps.tolist()
+
     def log_ratios(self, part: Sequence[int], logp: Tensor, weights: Tensor) -> dict[str, LogRatio]:
         """Differences between `logp` [B, len(part)] and the recorded log-probs, by denoising step."""
-        gaps = torch.where(weights[:, None] > 0, logp - self.columns(self.logp, part), 0.0)
+        gaps = torch.where(weights[:, None] > 0, logp - self.recorded(part), 0.0)
         return {f"denoising step {step}": (gaps[:, i], weights) for i, step in enumerate(part)}
 
     def statistics(self) -> dict[str, float]:
@@ -174,6 +196,16 @@ class PackedSegment(Segment):
         """[B] number of elements per row."""
         return torch.diff(self.offsets)
 
+    def recorded(self, part: Sequence[int]) -> Tensor:
+        """[sum L]"""
+        return self.logp
+
+    def along_rows(self, parts: Sequence[Sequence[int]], values: Sequence[Tensor]) -> list[list[float]]:
+        """[B] the values of the elements that count."""
+        [packed], mask = (each.float().cpu() for each in values), self.loss_mask.cpu()
+        bounds = pairwise(self.offsets.tolist())
+        return [packed[start:end][mask[start:end]].tolist() for start, end in bounds]
+
     def log_ratios(self, part: Sequence[int], logp: Tensor, weights: Tensor) -> dict[str, LogRatio]:
         """Differences between `logp` [sum L] and the recorded log-probs, over all elements."""
         lengths = to_device(self.lengths, logp.device)
@@ -182,8 +214,7 @@ class PackedSegment(Segment):
 
     def series(self) -> list[dict[str, list[float]]]:
         """[B] the log-probs of each row that count, in order."""
-        bounds = pairwise(self.offsets.tolist())
-        return [{"logp": self.logp[start:end][self.loss_mask[start:end]].tolist()} for start, end in bounds]
+        return [{"logp": row} for row in self.along_rows([(0,)], [self.logp])]
 
     def context(self) -> list[list[int]]:
         masks = torch.split(self.loss_mask, self.lengths.tolist())

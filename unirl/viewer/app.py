@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -152,8 +152,11 @@ def _static_routes() -> list[BaseRoute]:
     from starlette.responses import Response
     from starlette.routing import Route
 
-    def giving(content: bytes, kind: str) -> Callable[[Request], Response]:
-        return lambda request: Response(content, 200, {"cache-control": "no-cache"}, kind)
+    def giving(content: bytes, kind: str) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:  # async, so that no thread is needed for each file
+            return Response(content, 200, {"cache-control": "no-cache"}, kind)
+
+        return endpoint
 
     routes: list[BaseRoute] = [Route("/favicon.ico", lambda request: Response(status_code=204))]
     for file in (files("unirl.viewer") / "static").iterdir():

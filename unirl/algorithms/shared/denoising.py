@@ -223,7 +223,7 @@ class DenoisingLoss(PolicyGradient[DiffusionStage, LatentSegment]):
         metrics |= {name: mean_metric(term, weights) for name, term in penalties}
         losses = sum((term for _, term in penalties), policy)
         metrics[LOSS_RMS] = Metric.rms(losses.detach(), weights)
-        return LossResult(weighted_sum(losses, weights), metrics, self._outputs(new))
+        return LossResult(weighted_sum(losses, weights), metrics, self._outputs(new), advantages.detach())
 
     def _corrected(self, losses: Tensor, new: Replay, rows: LatentRows, part: Part) -> tuple[Tensor, Metrics]:
         """[B, S] the policy losses times the mismatch weights, if the recipe has a correction."""

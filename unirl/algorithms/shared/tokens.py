@@ -176,7 +176,7 @@ class TokenLoss(PolicyGradient[AnyTokenStage, PackedSegment]):
         terms["train/policy_loss"], mismatch = self._corrected(surrogate.losses, tokens, rows)
         metrics |= mismatch | surrogate_metrics(surrogate, tokens.weights)
         loss, term_metrics = self._aggregated(terms | surrogate.terms, tokens, rows)
-        return LossResult(loss, metrics | term_metrics, self._outputs(replay))
+        return LossResult(loss, metrics | term_metrics, self._outputs(replay), tokens.advantages.detach())
 
     def parity(self, rows: TokenRows, part: Part, outputs: PolicyOutputs) -> Metrics:
         offsets = self.row_offsets(rows)

@@ -8,6 +8,7 @@ const HEIGHT = 220;
 const WHOLE = [...Array(12).keys()].flatMap((power) => [1, 2, 5].map((first) => first * 10 ** power));
 const charts = new Set();
 
+const height = (large) => (large ? HEIGHT * 1.35 : HEIGHT);
 export const colour = (index) => COLOURS[index % COLOURS.length];
 
 function ink(name) {
@@ -43,15 +44,31 @@ export function chart({ title, meaning = "", x, xLabel = "step", lines, stacked 
     el("figcaption", {}, title, meaning ? el("span", {}, meaning) : null), place);
   place.setAttribute("role", "img");
   place.setAttribute("aria-label", `${title} over ${xLabel}. Last: ${last.join(", ")}`);
+  place.style.minHeight = `${height(large)}px`;
   const made = { figure, place, plot: null, draw: null };
   made.draw = () => {
     made.plot?.destroy();
     made.plot = new uPlot(options(place.clientWidth || 400, large, x, xLabel, lines, stacked, dashed), data(x, lines, stacked), place);
   };
-  charts.add(made);
-  requestAnimationFrame(() => place.isConnected && made.draw());
+  waiting.set(place, made);
+  near.observe(place);
   return figure;
 }
+
+// Charts are drawn when they come near the window, since a long page has far more of them than it shows.
+const waiting = new WeakMap();
+const near = new IntersectionObserver((entries) => entries.filter((entry) => entry.isIntersecting).forEach(({ target }) => show(target)), { rootMargin: "200px" });
+
+function show(place) {
+  near.unobserve(place);
+  charts.add(waiting.get(place));
+  waiting.get(place).draw();
+}
+
+// Paper shows the whole page.
+window.addEventListener("beforeprint", () => document.querySelectorAll("[data-chart] > [role=img]").forEach((place) => {
+  if (waiting.has(place) && !charts.has(waiting.get(place))) show(place);
+}));
 
 function data(x, lines, stacked) {
   if (!stacked) {
@@ -84,7 +101,7 @@ function options(width, large, x, xLabel, lines, stacked, dashed) {
     }
   });
   const single = x.length === 1 ? { range: () => [x[0] - 1, x[0] + 1] } : {};
-  return { width, height: large ? HEIGHT * 1.35 : HEIGHT, series, bands, axes: axes(xLabel), scales: { x: { time: false, ...single }, y: { range: stacked ? (u, low, high) => [0, high || 1] : around } },
+  return { width, height: height(large), series, bands, axes: axes(xLabel), scales: { x: { time: false, ...single }, y: { range: stacked ? (u, low, high) => [0, high || 1] : around } },
     cursor: { drag: { x: true, y: false } }, legend: { live: true } };
 }
 

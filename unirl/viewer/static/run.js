@@ -33,7 +33,7 @@ export async function show(context) {
     put(below, ledger(run), alarms(run), origin(run));
   };
   refresh();
-  showOutcome(outcome, id, signal);
+  showOutcome(outcome, id, signal).catch((error) => { if (!signal.aborted) throw error; });
   await follow(context, [...new Set(asked)].slice(0, 64), async (content) => {
     curves.replaceChildren(...rewards(content, run, components), ...stack(content, phases), ...rest(content, telling, run.names), ...constants(content, telling));
     if (!curves.childElementCount) curves.append(el("p", { class: "soft" }, "No step was logged yet."));

@@ -6,7 +6,7 @@ import { medium } from "./gallery.js";
 import { list, put } from "./head.js";
 import { tokens } from "./tokens.js";
 
-const MEANINGS = { logp: "log-probability under the policy that sampled, nats", log_ratio: "log-probability after the update minus that of the policy that sampled, nats", sigma: "noise level at which the step began" };
+const MEANINGS = { logp: "log-probability under the policy that sampled, nats", log_ratio: "log-probability in the update that trained the sample, before its step, minus that of the policy that sampled, nats", advantage: "of each token, action or step", sigma: "noise level at which the step began" };
 
 export async function show({ main, id, signal, wanted, keys }) {
   const found = await get(`/api/runs/${id}/sample`, { kind: wanted.kind, step: wanted.step, row: wanted.row }, signal);

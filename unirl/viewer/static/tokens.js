@@ -4,7 +4,7 @@ import { el, field, number, select, table } from "./dom.js";
 const LEVELS = 4;
 const VALUES = [
   ["advantage", "advantage", "above 0, training makes the token likelier"],
-  ["log_ratio", "log-ratio", "log-probability after the update minus that of the policy that sampled, nats"],
+  ["log_ratio", "log-ratio", "log-probability in the update that trained the sample, before its step, minus that of the policy that sampled, nats"],
   ["logp", "log-probability", "under the policy that sampled, nats; the farther below 0, the less likely the token was"],
 ];
 

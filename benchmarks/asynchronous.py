@@ -146,8 +146,8 @@ def main(seconds: float, steps: int, runtime: str, cases: list[str], path: str |
                 }
                 print(json.dumps(row), flush=True)
                 results.append(row)
-    if path is not None:
-        Path(path).write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n")
+                if path is not None:
+                    Path(path).write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -172,14 +172,13 @@ class Lending:
     part: WorkEnd = field(default_factory=lambda: WorkEnd(is_done=True))
 
     def while_waiting(self, event: WorkEnd) -> Task:
-        """Lend the devices until the event, and then wait for the part that they still sample."""
+        """Lend the devices until the event. A part that they still sample then goes before training in their queue."""
         if event.is_done:
             return
         self.is_open = True
         self.simulation.finish(self.opened)
         yield event
         self.is_open, self.opened = False, WorkEnd()
-        yield self.part
 
 
 def predict(schedule: LoopSchedule) -> Prediction:

@@ -105,8 +105,8 @@ def test_training_devices_that_join_follow_the_timeline_by_hand(train, join, sta
 
 
 def test_the_weights_learn_after_the_last_part_of_a_joining_device_is_scored():
-    """The engine ends three parts at 3 s, the training devices one at 4 s, which is scored until 5 s."""
-    assert step(4.0, 4.0, 2.0, sync=0.0, reward_parts=4, join=16.0) == pytest.approx(7.0)
+    """The engine ends three parts at 3 s, the training devices one at 4.5 s, which is scored until 5.5 s."""
+    assert step(4.0, 4.0, 2.0, sync=0.0, reward_parts=4, join=18.0) == pytest.approx(7.5)
 
 
 @pytest.mark.parametrize(("generate", "train", "join"), list(product([4.0, 9.0], [0.5, 3.0], [1.0, 4.0, 12.0])))

@@ -68,6 +68,7 @@ def test_runs_that_were_measured_are_predicted_within_15_percent(row):
     schedule["join"] = generate if row["elastic"] else None
     predicted = step(generate, score, train, sync=0.0, lengths=lengths, **schedule)
     assert predicted == pytest.approx(row["step_s"], rel=0.15)
+    assert predicted == pytest.approx(row["predicted_s"], abs=1e-3)
 
 
 @pytest.mark.parametrize("steps_ahead", [2, 4])

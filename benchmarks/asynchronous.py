@@ -3,9 +3,11 @@
     python benchmarks/asynchronous.py [--seconds 2] [--steps 8] [--runtime ray] [--json benchmarks/asynchronous.json]
 
 The engine, the reward and the loss of a toy recipe work and then sleep until their time is over, so three places need
-no three cores. In the last case, generation takes 0.4 and 1.6 times its mean in turns. The loop, its queues, the
+no three cores. In the third case, generation takes 0.4 and 1.6 times its mean in turns. The loop, its queues, the
 transfers of weights and rows and the files of the run are those of any run. A ratio is the mean time of a step, without
-the first and the last ones, over the time of the longest phase. It takes 3 minutes on two cores.
+the first and the last ones, over the time of the longest phase; `predicted_s` is the time of a step by the simulator of
+`unirl plan --auto`. It takes 3 minutes on two cores. RAY_worker_niceness=0 keeps Ray's workers from giving way to other
+work on the machine.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.config.load import load
 from unirl.plan.preflight import preflight
+from unirl.plan.simulate import LoopSchedule, PhaseSeconds, predict
 from unirl.reward.local.image_statistics import BrightnessRewardScorer
 from unirl.rollout.engine.replica.engine import ReplicaRolloutEngine
 from unirl.trainer.assemble import build_trainer
@@ -95,7 +99,7 @@ class Settings:
 
     max_staleness: int
     reward_parts: int = PARTS
-    order: str = "fixed"
+    order: Literal["fixed", "free"] = "fixed"
     elastic: bool = False
 
     @property
@@ -117,6 +121,20 @@ CASES: dict[str, tuple[tuple[float, float, float], float, list[Settings]]] = {
         [Settings(1), Settings(1, elastic=True)],
     ),
 }
+
+
+def predicted_seconds(times: list[float], vary: float, settings: Settings) -> float:
+    """The time of a step by the simulator, from the seconds that the roles sleep."""
+    generate, score, train = times
+    schedule = LoopSchedule(
+        seconds=PhaseSeconds(generate=generate, score=score, train=train),
+        max_staleness=settings.max_staleness,
+        reward_parts=settings.reward_parts,
+        order=settings.order,
+        lengths=(1 + vary, 1 - vary),
+        join=generate if settings.elastic else None,
+    )
+    return predict(schedule).step_seconds
 
 
 def main(seconds: float, steps: int, runtime: str, cases: list[str], path: str | None) -> None:
@@ -141,13 +159,14 @@ def main(seconds: float, steps: int, runtime: str, cases: list[str], path: str |
                     "generate_s, score_s, train_s": times,
                     **vars(settings),
                     "step_s": round(mean, 3),
+                    "predicted_s": round(predicted_seconds(times, vary, settings), 3),
                     "over_the_longest_phase": round(mean / max(times), 3),
                     "steps": len(inner),
                 }
                 print(json.dumps(row), flush=True)
                 results.append(row)
-    if path is not None:
-        Path(path).write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n")
+                if path is not None:
+                    Path(path).write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -48,15 +48,18 @@ from tests.trainer.killing import Run, Unkilled, after_seconds, after_step, step
 COMMON = ("keep_checkpoints=2", "evaluation.eval_steps=5", "tracking.sample_steps=4", "save_interval=1")
 IMAGES, TEXT = "diffusion/sd3_trainside", str(ROOT / "tests/trainer/text_loop.yaml")
 AHEAD = "diffusion/sd3_replica_lora_separate"
+JOIN = ("asynchronous.elastic=true", "reward_parts=4", "placement.reward=cpu", "batch_size=4")
 RAY = ("stall_timeout_s=60", "restarts.max=9")
 SERVICE_REWARD = "diffusion/sd3_nft_reward_service"
 MODES = {
     "local": Run(IMAGES, 8, (*COMMON, "scale=toy", "checkpoint.asynchronous=false")),
     "asynchronous": Run(IMAGES, 8, (*COMMON, "scale=toy", "checkpoint.asynchronous=true")),
     "ahead": Run(AHEAD, 8, (*COMMON, "scale=toy", "runtime=local", "asynchronous.max_staleness=2")),
+    "elastic": Run(AHEAD, 8, (*COMMON, "scale=toy", "runtime=local", "asynchronous.max_staleness=1", *JOIN)),
     "llm": Run(TEXT, 8, (*COMMON, "checkpoint.asynchronous=true", "plugins=[tests]")),
     "ray": Run(IMAGES, 8, (*COMMON, "scale=toy", "num_devices=2", *RAY)),
     "ray_ahead": Run(AHEAD, 8, (*COMMON, "scale=toy", "asynchronous.max_staleness=2", *RAY)),
+    "ray_elastic": Run(AHEAD, 8, (*COMMON, "scale=toy", "asynchronous.max_staleness=1", *JOIN, *RAY)),
     "service": Run(SERVICE_REWARD, 8, (*COMMON, "scale=toy", "reward_parts=2")),
 }
 SERVICE = {"rewards": [{"name": "brightness", "scorer": "brightness", "num_threads": 1, "device": "cpu"}]}
@@ -118,7 +121,7 @@ def disturb(run: Run, folder: Path, choice: random.Random, mode: str, service: R
     """Begins or continues a run, disturbs it once, and waits for the end of its process."""
     child = begin(run.recipe, folder, *run.overrides, f"num_rollouts={run.num_steps}", own_session=True)
     victim = choice.choice(
-        ["driver", {"ray": "worker", "ray_ahead": "worker", "service": "service"}.get(mode, "driver")]
+        ["driver", "worker" if mode.startswith("ray") else "service" if mode == "service" else "driver"]
     )
     kind = choice.choice(list(KINDS) if victim == "driver" else OF_OTHERS)
     when = moment(folder, run.num_steps, choice)

@@ -3,10 +3,12 @@
     python scripts/recipe_net.py record /tmp/before.json                      # every recipe: about 10 minutes
     python scripts/recipe_net.py compare /tmp/before.json                     # after a change: lists every difference
     python scripts/recipe_net.py compare /tmp/before.json 'diffusion/sd3_*'   # only some recipes
+    python scripts/recipe_net.py compare /tmp/before.json --after /tmp/after.json        # two records, without a run
 
 A record holds, for two steps of each recipe: the metrics without times and memory, and the SHA-256 of the trained
 weights, optimizer state, samples, evaluation scores and exported files. Layout recipes also run on Ray workers.
-Records of two machines, or of two versions of torch, are not comparable.
+Records of two machines, or of two versions of torch, are not comparable. `record` keeps what the file has already, so
+that it can be made piece by piece.
 """
 
 from __future__ import annotations
@@ -118,14 +120,18 @@ def content_hash(path: Path) -> str:
     return digest.hexdigest()
 
 
-def run_all(selected: Sequence[Case], forks: Any) -> dict[str, Record]:
-    records: dict[str, Record] = {}
+def run_all(selected: Sequence[Case], forks: Any, records: dict[str, Record], file: Path | None) -> dict[str, Record]:
+    """The records of the selected cases, in addition to those that are known. `file` gets all after each run."""
     for case in selected:
+        if case.name in records and "failed" not in records[case.name]:
+            continue
         with tempfile.TemporaryDirectory() as scratch:
             child = forks.Process(target=run_case, args=(case, scratch))
             child.start()
             child.join()
             records[case.name] = record_of(Path(scratch))
+        if file is not None:
+            file.write_text(json.dumps(records, indent=1, sort_keys=True))
         print(f"{case.name}: {'failed' if 'failed' in records[case.name] else 'recorded'}", file=sys.stderr, flush=True)
     return records
 
@@ -146,18 +152,25 @@ def main() -> int:
     parser.add_argument("action", choices=("record", "compare"))
     parser.add_argument("file", type=Path)
     parser.add_argument("patterns", nargs="*", default=["*"], help="recipes, as shell patterns; default: all")
+    parser.add_argument("--after", type=Path, help="with compare: the record to compare with, instead of runs")
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}  # peft writes a set of names in hash order
     # A forked child has the libraries loaded already, which saves seconds per recipe on a small machine.
     forks = multiprocessing.get_context("forkserver")
     forks.set_forkserver_preload(list(PRELOADED))
-    records = run_all(cases([pattern + "*" for pattern in options.patterns]), forks)
+    selected = cases([pattern + "*" for pattern in options.patterns])
+    names = {case.name for case in selected}
     if options.action == "record":
-        options.file.write_text(json.dumps(records, indent=1, sort_keys=True))
+        known = json.loads(options.file.read_text()) if options.file.exists() else {}
+        records = run_all(selected, forks, known, options.file)
         return int(any("failed" in record for record in records.values()))
-    before = {name: record for name, record in json.loads(options.file.read_text()).items() if name in records}
-    lines = differences(before, records)
-    print("\n".join(lines) or f"{len(records)} runs: every bit is equal")
+    if options.after is None:
+        after = run_all(selected, forks, {}, None)
+    else:
+        after = {name: each for name, each in json.loads(options.after.read_text()).items() if name in names}
+    before = {name: each for name, each in json.loads(options.file.read_text()).items() if name in after}
+    lines = differences(before, after)
+    print("\n".join(lines) or f"{len(after)} runs: every bit is equal")
     return int(bool(lines))
 
 

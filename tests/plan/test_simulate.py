@@ -60,13 +60,15 @@ EQUAL, UNEQUAL = (1.0,), (1.6, 0.4)
 """The time of generation in even and odd steps, over its mean. Step 0 is even."""
 
 
-@pytest.mark.parametrize("row", RESULTS, ids=lambda row: f"{row['case'][:12]}-{row['order']}-{row['max_staleness']}")
+@pytest.mark.parametrize("row", RESULTS, ids=lambda row: "-".join(map(str, row.values())))
 def test_runs_that_were_measured_are_predicted_within_15_percent(row):
     generate, score, train = row["generate_s, score_s, train_s"]
     lengths = UNEQUAL if row["case"].startswith("generate 0.4") else EQUAL
     schedule = {key: row[key] for key in ("max_staleness", "reward_parts", "order")}
+    schedule["join"] = generate if row["elastic"] else None
     predicted = step(generate, score, train, sync=0.0, lengths=lengths, **schedule)
     assert predicted == pytest.approx(row["step_s"], rel=0.15)
+    assert predicted == pytest.approx(row["predicted_s"], abs=1e-3)
 
 
 @pytest.mark.parametrize("steps_ahead", [2, 4])
@@ -77,3 +79,47 @@ def test_in_free_order_steps_of_unequal_length_take_the_longest_mean(steps_ahead
     assert 1.2 - 1e-9 <= free <= 1.2 + 1.6 / 8  # weights wait for the end of at most one part
     fixed = step(1.0, 0.1, 1.2, sync=0.0, max_staleness=2, **schedule)
     assert fixed == pytest.approx((1.6 + 1.2) / 2, rel=0.01)
+
+
+TIMELINES = [
+    # Four parts of 1 s on the engine. While the weights learn (2 s) it samples two; then both sample one each: 3 s.
+    ("both equally fast", 2.0, 4.0, 1, 3.0),
+    # In turns, both sample two parts each, and then the weights learn.
+    ("in turns", 2.0, 4.0, 0, 4.0),
+    # One part while the weights learn, then two beside each other; somebody samples the last one alone.
+    ("an odd number of parts is left", 1.0, 4.0, 1, 3.0),
+    # A part takes 0.5 s on the training devices. From 1 s to 2 s they sample two, and the engine one.
+    ("training devices that are twice as fast", 1.0, 2.0, 1, 2.0),
+    # A part takes 4 s on the training devices. They take the last one at 2 s and have it at 6 s, when the engine rests.
+    ("training devices that are four times as slow", 2.0, 16.0, 1, 6.0),
+    # Training is the longer phase, so the loop never waits and nobody joins.
+    ("training takes longer", 5.0, 4.0, 1, 5.0),
+]
+
+
+@pytest.mark.parametrize(
+    ("train", "join", "staleness", "expected"), [row[1:] for row in TIMELINES], ids=[row[0] for row in TIMELINES]
+)
+def test_training_devices_that_join_follow_the_timeline_by_hand(train, join, staleness, expected):
+    schedule = {"max_staleness": staleness, "reward_parts": 4, "join": join}
+    assert step(4.0, 0.0, train, sync=0.0, **schedule) == pytest.approx(expected)
+
+
+def test_the_weights_learn_after_the_last_part_of_a_joining_device_is_scored():
+    """The engine ends three parts at 3 s, the training devices one at 4.5 s, which is scored until 5.5 s."""
+    assert step(4.0, 4.0, 2.0, sync=0.0, reward_parts=4, join=18.0) == pytest.approx(7.5)
+
+
+@pytest.mark.parametrize(("generate", "train", "join"), list(product([4.0, 9.0], [0.5, 3.0], [1.0, 4.0, 12.0])))
+def test_with_many_parts_both_engines_end_a_step_together(generate, train, join):
+    """What is left after training is shared in the ratio of the speeds. Engines get weights one after the other."""
+    left = max(generate - train, 0.0) / generate
+    expected = 2 * 0.2 + train + left / (1 / generate + 1 / join)
+    elastic = step(generate, 0.0, train, sync=0.2, max_staleness=1, reward_parts=500, join=join)
+    assert elastic == pytest.approx(expected, rel=0.02)
+
+
+def test_every_length_is_counted_as_often_as_any_other():
+    """In turns a step is the sum of its phases, whatever the number of lengths is."""
+    lengths = (0.1, 2.5, 0.4, 1.2, 0.8, 1.6, 0.4)
+    assert step(3.0, 0.5, 1.0, lengths=lengths) == pytest.approx(3.0 + 0.5 + 1.0 + 0.25)

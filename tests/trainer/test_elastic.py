@@ -18,7 +18,7 @@ from unirl.plan.sizes import sizes_of_policies
 from unirl.rollout.engine.base import DedicatedEngine
 from unirl.trainer.assemble import build_trainer
 from unirl.trainer.loop import Trainer
-from unirl.trainer.part_sampling import PartQueue
+from unirl.trainer.part_sampling import JOINING_THREAD, PartQueue
 
 SEPARATE = "diffusion/sd3_replica_lora_separate"
 COMMON = ("scale=toy", "tracking.sample_steps=0", "evaluation.eval_steps=0", "backend.optimizer_cfg.learning_rate=3e-3")
@@ -61,7 +61,7 @@ def shared_out(monkeypatch) -> list[int]:
 
     monkeypatch.setattr(PartQueue, "_take", take)
     yield joined
-    assert not [thread.name for thread in threading.enumerate() if thread.name == "sampling of parts"]
+    assert not [thread.name for thread in threading.enumerate() if thread.name == JOINING_THREAD]
 
 
 def engine_behind(trainer: Trainer) -> DedicatedEngine:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.source_tree import ROOT
-from tests.trainer.killing import Run, Unkilled
+from tests.trainer.halting import HALTS_AT
+from tests.trainer.killing import Run, Unkilled, steps_in
 
 COMMON = ("keep_checkpoints=2", "evaluation.eval_steps=5", "tracking.sample_steps=4", "save_interval=2")
 PICTURES = Run(
@@ -28,6 +29,7 @@ CRITIC = Run(
 REWRITES = Run("pe/pe_trainside_pickscore", 6, (*COMMON, "scale=toy"))
 REPLAY = Run("embodied/pendulum_sac", 8, (*COMMON, "scale=toy", "stack.store.capacity=40"))
 BACKGROUND = Run(PICTURES.recipe, 15, (*PICTURES.overrides, "checkpoint.asynchronous=true", "save_interval=1"))
+ELASTIC = (*COMMON, "scale=toy", "runtime=local", "asynchronous.max_staleness=1", "reward_parts=2")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -86,6 +88,17 @@ def test_a_killed_run_resumes_both_of_its_policies_bit_for_bit(tmp_path) -> None
     weights = unkilled.outcome["weights"]
     assert {name.partition("/")[0] for name in weights} == {"policy-ar", "policy-diffusion"}  # type: ignore[attr-defined]
     assert unkilled.broken_cases(range(1, 3), tmp_path) == []
+
+
+def test_a_run_that_is_killed_while_training_devices_sample_resumes_as_if_they_had_not(tmp_path) -> None:
+    marker = tmp_path / "halted"
+    engine = f"rollout={{_target_: tests.trainer.halting.HaltingEngine, marker: {marker}}}"
+    settings = (*ELASTIC, "placement.reward=cpu", "plugins=[tests]", engine)
+    elastic = Run("diffusion/sd3_replica_lora_separate", 5, (*settings, "asynchronous.elastic=true"))
+    static = Run(elastic.recipe, elastic.num_steps, settings)
+    assert elastic.kill_once(tmp_path / "killed", marker.exists)
+    assert 0 < steps_in(tmp_path / "killed") <= HALTS_AT
+    assert elastic.finish(tmp_path / "killed") == static.finish(tmp_path / "static")
 
 
 def test_a_killed_run_resumes_its_replay_store_bit_for_bit(tmp_path) -> None:

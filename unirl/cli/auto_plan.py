@@ -25,6 +25,8 @@ PHASES = {"generate": "time/generate", "score": "time/reward", "train": "time/tr
 """A phase of --seconds to its metric in a run."""
 IN_TURNS = {"asynchronous.max_staleness": 0, "reward_parts": 1}
 """The settings of a run whose phases do not overlap, so that their times can be told apart."""
+LENGTHS = 24
+"""The last steps of a run, whose times of generation are repeated in the simulation."""
 SAME = ("batch_size", "sampling.samples_per_prompt")
 """The settings that a run shares with the recipe that is planned from it."""
 
@@ -49,7 +51,8 @@ def show_placements(name: str, overrides: Sequence[str], options: Namespace) -> 
 def _line(candidate: PlacementCandidate) -> str:
     peak = "" if candidate.peak_gib is None else f"; peak {candidate.peak_gib:,.1f} GiB"
     step = candidate.prediction.step_seconds
-    return f"{step:.3g} s a step: {candidate.reason}{peak}\n   {shlex.join(candidate.words)}"
+    determinism = "" if candidate.determinism == "bitwise" else f"; determinism class {candidate.determinism}"
+    return f"{step:.3g} s a step: {candidate.reason}{peak}{determinism}\n   {shlex.join(candidate.words)}"
 
 
 def _text(measured: MeasuredStep) -> str:
@@ -64,30 +67,48 @@ def _measured(config: RecipeConfig, tree: dict[str, object], options: Namespace)
             "generate=4,score=1,train=2,sync=0.1"
         )
     if options.seconds is not None:
-        return measured_on(config, seconds_of(options.seconds))
+        return measured_on(config, *seconds_of(options.seconds))
     return _of_run(config, tree, Path(options.run))
 
 
-def seconds_of(text: str) -> PhaseSeconds:
+def seconds_of(text: str) -> tuple[PhaseSeconds, list[float]]:
     """The seconds in `generate=4,score=1,train=2,sync=0.1`. A phase that is left out takes no time.
+
+    `generate=6/2` says that generation takes 6 and 2 seconds in turns.
+
+    Returns:
+        The mean seconds of each phase, and the time of generation in one step after another over its mean.
 
     Raises:
         ArgumentError: 2002 for an unknown phase, or no number.
     """
-    seconds = dict.fromkeys(PHASES, 0.0)
+    seconds = {phase: [0.0] for phase in PHASES}
     for item in text.split(","):
         phase, _, value = item.partition("=")
-        number = value.replace(".", "", 1)
-        if phase not in PHASES or not (number.isascii() and number.isdigit()):
+        numbers = value.split("/") if phase == "generate" else [value]
+        if phase not in PHASES or not all(_is_number(each) for each in numbers):
             raise ArgumentError(
-                f"--seconds: '{item}' is not PHASE=SECONDS. Phases: {', '.join(PHASES)}; such as generate=4,train=2.5"
+                f"--seconds: '{item}' is not PHASE=SECONDS. Phases: {', '.join(PHASES)}; such as "
+                "generate=4,train=2.5, or generate=6/2 for steps of 6 and 2 seconds in turns"
             )
-        seconds[phase] = float(value)
-    return PhaseSeconds(**seconds)
+        seconds[phase] = [float(each) for each in numbers]
+    means = PhaseSeconds(**{phase: statistics.fmean(each) for phase, each in seconds.items()})
+    return means, _over_mean(seconds["generate"])
+
+
+def _is_number(text: str) -> bool:
+    number = text.replace(".", "", 1)
+    return number.isascii() and number.isdigit()
+
+
+def _over_mean(seconds: Sequence[float]) -> list[float]:
+    """Seconds in relation to their mean; 1 if all of them are 0."""
+    mean = statistics.fmean(seconds)
+    return [each / mean if mean else 1.0 for each in seconds]
 
 
 def _of_run(config: RecipeConfig, tree: dict[str, object], root: Path) -> MeasuredStep:
-    """The median seconds of the phases of a run, without its first step.
+    """The median seconds of the phases of a run, without its first step; of generation also each of the last steps.
 
     Raises:
         DataError: 4001 when the folder holds no run of two steps.
@@ -107,5 +128,7 @@ def _of_run(config: RecipeConfig, tree: dict[str, object], root: Path) -> Measur
     seconds = {
         phase: statistics.median(float(row.get(metric, 0.0)) for row in rows) for phase, metric in PHASES.items()
     }
+    generated = [float(row[PHASES["generate"]]) for row in rows[-LENGTHS:]]
+    seconds["generate"] = statistics.fmean(generated)
     placed = replace(config, num_devices=own["num_devices"], placement=own["placement"])
-    return measured_on(placed, PhaseSeconds(**seconds))
+    return measured_on(placed, PhaseSeconds(**seconds), _over_mean(generated))

@@ -52,7 +52,11 @@ def run(argv: list[str], session: Session) -> int:
     parser.option("--json", action="store_true", help="as JSON")
     parser.option("--auto", action="store_true", help="print the fastest placements, by simulated steps")
     parser.option("--run", metavar="RUN", help="with --auto: the folder of a run whose phases were measured")
-    parser.option("--seconds", help="with --auto: seconds of the phases, such as generate=4,score=1,train=2,sync=0.1")
+    parser.option(
+        "--seconds",
+        help="with --auto: seconds of the phases, such as generate=4,score=1,train=2,sync=0.1; "
+        "generate=6/2: 6 and 2 s in turns",
+    )
     parser.option("--devices", type=int, metavar="N", help="with --auto: devices to place (default: the recipe's)")
     arguments = parse_recipe(parser, argv)
     options = arguments.options

@@ -2,32 +2,36 @@
 
 The time of a phase is taken as proportional to the rows of the device that has the most. The time of a weight sync is
 taken as it is. A reward on the host's CPUs, or behind a service, stays there, because its time elsewhere is unknown.
+
+Training devices that join the engine are tried with the replica engine, and a free order with losses that read the
+log-probs of the weights that sampled. A free order saves time only if generation takes longer in some steps.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from unirl.config.device_sets import spell
 from unirl.config.errors import ConfigError, IncompatibleError
 from unirl.config.load import Recipe, load
-from unirl.config.recipe import RecipeConfig
+from unirl.config.recipe import AsynchronousConfig, RecipeConfig
 from unirl.plan.alternatives import with_words
 from unirl.plan.devices import Device
 from unirl.plan.fit import moment_peaks, usable
 from unirl.plan.micro_batch import with_auto_micro
-from unirl.plan.placement import PlacementPlan, plan_of
-from unirl.plan.preflight import preflight
+from unirl.plan.placement import capabilities_of, plan_of
+from unirl.plan.preflight import needs_of, preflight
 from unirl.plan.simulate import LoopSchedule, PhaseSeconds, Place, Prediction, predict
 from unirl.plan.sizes import sizes_of_policies
 from unirl.plan.tiling import with_auto_tiling
 
 MAX_STALENESS = 2
-PARTS = (1, 8)
-"""Values of `reward_parts` to try."""
+PARTS = 8
+"""The value of `reward_parts` to try, beside 1."""
 EVERY_SPLIT = 16
 """With more devices, only some sizes of device sets are tried."""
 WORTHWHILE = 0.99
@@ -45,6 +49,8 @@ class MeasuredStep:
     num_train: int
     num_rollout: int
     num_reward: int
+    lengths: Sequence[float] = (1.0,)
+    """The time of generation in one step after another over its mean."""
 
     def on(self, num_train: int, num_rollout: int, num_reward: int) -> PhaseSeconds:
         """The seconds with other numbers of devices."""
@@ -60,8 +66,12 @@ class MeasuredStep:
         return math.ceil(self.num_rows / num_devices)
 
 
-def measured_on(config: RecipeConfig, seconds: PhaseSeconds) -> MeasuredStep:
-    """A step that ran with the placement of a recipe."""
+def measured_on(config: RecipeConfig, seconds: PhaseSeconds, lengths: Sequence[float] = (1.0,)) -> MeasuredStep:
+    """A step that ran with the placement of a recipe.
+
+    Args:
+        lengths: the time of generation in one step after another over its mean, which `seconds` has.
+    """
     plan = plan_of(config)
     return MeasuredStep(
         seconds=seconds,
@@ -69,6 +79,7 @@ def measured_on(config: RecipeConfig, seconds: PhaseSeconds) -> MeasuredStep:
         num_train=len(plan.train),
         num_rollout=len(plan.rollout),
         num_reward=len(plan.reward),
+        lengths=lengths,
     )
 
 
@@ -81,6 +92,8 @@ class PlacementCandidate:
     prediction: Prediction
     relation: Literal["shared", "in turns", "ahead"]
     """The roles share all devices, wait for each other on devices of their own, or generate ahead."""
+    determinism: Literal["bitwise", "statistical"] = "bitwise"
+    """Whether a second run is equal bit for bit, or in distribution only."""
     peak_gib: float | None = None
     """The highest peak of memory on a device. None if the recipe's bundle cannot say its sizes."""
 
@@ -100,6 +113,7 @@ class PlacementCandidate:
             "step_seconds": self.prediction.step_seconds,
             "bottleneck": self.prediction.bottleneck,
             "busy": dict(self.prediction.busy),
+            "determinism": self.determinism,
             "peak_gib": self.peak_gib,
         }
 
@@ -156,65 +170,113 @@ def _peak_of(recipe: Recipe, words: Sequence[str], device: Device) -> float | No
     return max(moment_peaks(run, run.settings).values())
 
 
+@dataclass(frozen=True)
+class DeviceSplit:
+    """The devices of each role."""
+
+    num_train: int
+    num_rollout: int = 0
+    """0: the engine takes turns with the trainer on its devices."""
+    num_reward: int = 0
+    """0: the reward runs on the devices of the engine, or on the host's CPUs, where it was measured."""
+
+
 def candidates(config: RecipeConfig, measured: MeasuredStep, num_devices: int) -> Iterator[PlacementCandidate]:
     """Every placement of `num_devices` whose updates divide, with its predicted step."""
     plan = plan_of(config)
     sizes = _sizes(num_devices)
+    orders = list(_orders(config))
     for num_train in [*sizes, num_devices] if num_devices > 1 else [1]:
         if measured.num_rows % (config.num_updates * num_train):
             continue
-        if num_train == num_devices:
-            yield from _of_layout(plan, measured, num_train, 0, 0)
-        elif plan.is_dedicated:
-            yield from _of_layout(plan, measured, num_train, num_devices - num_train, 0)
-        beside = sizes if plan.reward.kind == "device" else []
-        for num_reward in beside:
-            num_rollout = num_devices - num_train - num_reward
-            if num_rollout == 0 or (num_rollout > 0 and plan.is_dedicated):
-                yield from _of_layout(plan, measured, num_train, num_rollout, num_reward)
+        splits = [DeviceSplit(num_train, num_devices - num_train)]
+        for num_reward in sizes if plan.reward.kind == "device" else []:
+            splits.append(DeviceSplit(num_train, num_devices - num_train - num_reward, num_reward))
+        for split in splits:
+            if split.num_rollout == 0 or (split.num_rollout > 0 and plan.is_dedicated):
+                yield from _of_split(config, measured, split, orders if split.num_rollout else orders[:1])
 
 
-def _of_layout(
-    plan: PlacementPlan, measured: MeasuredStep, num_train: int, num_rollout: int, num_reward: int
+def _orders(config: RecipeConfig) -> Iterator[AsynchronousConfig]:
+    """The settings to try: on policy in turns first, and last those that give up equal bits."""
+    can_join = not capabilities_of(config.rollout).remote and config.row_transport == "object_store"
+    for staleness in range(MAX_STALENESS + 1):
+        yield AsynchronousConfig(max_staleness=staleness)
+        if can_join:
+            yield AsynchronousConfig(max_staleness=staleness, elastic=True)
+    if config.refill is None and needs_of(config).fits_old_samples:
+        for staleness in range(1, MAX_STALENESS + 1):
+            yield AsynchronousConfig(max_staleness=staleness, order="free")
+
+
+def _parts(order: AsynchronousConfig, place: Place) -> tuple[int, ...]:
+    """The values of `reward_parts` to try. Parts need a reward on devices of its own, or devices that join."""
+    if order.elastic:
+        return (PARTS,)
+    if place != "reward":
+        return () if order.is_free else (1,)
+    return (PARTS,) if order.is_free else (1, PARTS)
+
+
+def _of_split(
+    config: RecipeConfig, measured: MeasuredStep, split: DeviceSplit, orders: Sequence[AsynchronousConfig]
 ) -> Iterator[PlacementCandidate]:
-    """The schedules of one layout. Older samples and more parts are tried only where they save time.
-
-    Args:
-        num_rollout: 0 = the engine takes turns with the trainer on its devices.
-        num_reward: 0 = the reward runs on the devices of the engine, or on the host's CPUs, where it was measured.
-    """
-    outside = plan.reward.kind == "cpu"
-    place: Place = "reward" if num_reward or outside else "rollout" if num_rollout else "train"
-    scoring = len(plan.reward) if outside else num_reward or num_rollout or num_train
-    turns: Literal["shared", "in turns"] = "in turns" if num_rollout or place == "reward" else "shared"
-    seconds = measured.on(num_train, num_rollout or num_train, scoring)
+    """The schedules of one split. Each is proposed only where it saves time over those before it."""
+    outside = plan_of(config).reward.kind == "cpu"
+    sampling = split.num_rollout or split.num_train
+    place: Place = "reward" if split.num_reward or outside else "rollout" if split.num_rollout else "train"
+    scoring = measured.num_reward if outside else split.num_reward or sampling
+    turns: Literal["shared", "in turns"] = "in turns" if split.num_rollout or place == "reward" else "shared"
+    seconds = measured.on(split.num_train, sampling, scoring)
+    join = measured.on(split.num_train, split.num_train, scoring).generate
     fastest = math.inf
-    for staleness in range(MAX_STALENESS + 1) if num_rollout else [0]:
-        for parts in PARTS if place == "reward" else [1]:
-            schedule = LoopSchedule(seconds=seconds, max_staleness=staleness, reward_parts=parts, reward_place=place)
-            prediction = predict(schedule)
-            if prediction.step_seconds < WORTHWHILE * fastest:
-                fastest = prediction.step_seconds
-                words = _words(plan, num_train, num_rollout, num_reward, schedule)
-                yield PlacementCandidate(words, prediction, "ahead" if staleness else turns)
+    for order, parts in ((each, parts) for each in orders for parts in _parts(each, place)):
+        schedule = LoopSchedule(
+            seconds=seconds,
+            max_staleness=order.max_staleness,
+            reward_parts=parts,
+            reward_place=place,
+            order=order.order,
+            lengths=measured.lengths,
+            join=join if order.elastic else None,
+        )
+        prediction = predict(schedule)
+        if prediction.step_seconds < WORTHWHILE * fastest:
+            fastest = prediction.step_seconds
+            yield PlacementCandidate(
+                words=_words(config, split, order, parts),
+                prediction=prediction,
+                relation="ahead" if order.max_staleness else turns,
+                determinism="statistical" if order.is_free else "bitwise",
+            )
 
 
-def _words(
-    plan: PlacementPlan, num_train: int, num_rollout: int, num_reward: int, schedule: LoopSchedule
-) -> tuple[str, ...]:
-    """What sets a layout and its schedule on the command line."""
-    total = num_train + num_rollout + num_reward
-    sampling = num_train + num_rollout
-    rollout = spell(range(num_train, sampling)) if num_rollout else spell(range(num_train))
-    reward = spell(range(sampling, total)) if num_reward else str(plan.reward) if plan.reward.kind == "cpu" else ""
-    roles = {"train": spell(range(num_train)), "rollout": rollout if plan.is_dedicated else "in train"}
-    roles |= {"reward": reward or "in rollout"}
+def _words(config: RecipeConfig, split: DeviceSplit, order: AsynchronousConfig, parts: int) -> tuple[str, ...]:
+    """What sets a split and its schedule on the command line."""
+    plan, train = plan_of(config), spell(range(split.num_train))
+    sampling = split.num_train + split.num_rollout
+    total = sampling + split.num_reward
+    rollout = spell(range(split.num_train, sampling)) if split.num_rollout else train
+    reward = spell(range(sampling, total)) if split.num_reward else ""
+    if plan.reward.kind == "cpu":
+        reward = str(plan.reward)
+    roles = {"train": train, "rollout": rollout if plan.is_dedicated else "in train", "reward": reward or "in rollout"}
     return (
         "placement={" + ", ".join(f"{role}: {where}" for role, where in roles.items()) + "}",
         f"num_devices={total}",
-        f"asynchronous.max_staleness={schedule.max_staleness}",
-        f"reward_parts={schedule.reward_parts}",
+        f"asynchronous.max_staleness={order.max_staleness}",
+        f"reward_parts={parts}",
+        *_named(order, config.asynchronous),
     )
+
+
+def _named(order: AsynchronousConfig, own: AsynchronousConfig) -> Iterator[str]:
+    """What sets the order of events on the command line, where it is unlike the default or the recipe's."""
+    for each in fields(order):
+        value = getattr(order, each.name)
+        if each.name != "max_staleness" and (value != each.default or value != getattr(own, each.name)):
+            text = value if isinstance(value, str) else json.dumps(value)
+            yield f"asynchronous.{each.name}={text}"
 
 
 def _sizes(num_devices: int) -> list[int]:

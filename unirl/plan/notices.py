@@ -75,8 +75,7 @@ def policy_notices(config: RecipeConfig, plan: PlacementPlan, geometry: Geometry
 def _stale_samples(config: RecipeConfig, needs: Needs) -> Iterator[str]:
     """A loss that takes samples of earlier weights for samples of the weights that it trains."""
     staleness, loss = config.asynchronous.max_staleness, config.algorithm.class_name
-    is_off_policy = needs.behaviour_logp or not (needs.density and needs.own_samples)
-    if not staleness or is_off_policy or not build(config.algorithm).trains_on_rows:
+    if not staleness or needs.fits_old_samples or not build(config.algorithm).trains_on_rows:
         return
     yield (
         f"asynchronous.max_staleness={staleness}: samples come from weights of {staleness} "

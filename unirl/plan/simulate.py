@@ -7,12 +7,16 @@ asked for. No process is started and nothing is measured here.
 
 In free order (unirl/trainer/free_generation.py) the loop takes the engine between two parts instead, and up to
 `steps_ahead` steps are under way, so steps of different lengths even out.
+
+In an elastic run (unirl/trainer/part_sampling.py) the training devices take parts while the loop waits for samples. The
+weights are sent to their engine, too, after that of the engine. Bringing an engine to its devices takes no time here.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
@@ -20,8 +24,8 @@ from typing import Literal
 
 Place = Literal["train", "rollout", "reward"]
 """The devices of a role."""
-STEPS = 12
-"""Simulated steps. The first half, in which the queues fill, is not counted."""
+STEPS = 6
+"""Steps that are simulated before those that are counted, in which the queues fill; and the fewest that are counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +52,18 @@ class LoopSchedule:
     """Steps that wait to be trained or are generated, in free order. None = max_staleness."""
     lengths: Sequence[float] = (1.0,)
     """The time of generation in steps 0, 1, ... over its mean, again and again."""
+    join: float | None = None
+    """Seconds in which the training devices alone would generate a step, if they join the engine. None: they do not."""
 
     @property
     def num_ahead(self) -> int:
         """Steps that are begun before the weights learn from an earlier one."""
         return self.steps_ahead or self.max_staleness
+
+    @property
+    def num_counted(self) -> int:
+        """The steps that are counted: each length as often as any other."""
+        return math.ceil(STEPS / len(self.lengths)) * len(self.lengths)
 
 
 @dataclass(frozen=True)
@@ -123,8 +134,14 @@ class Simulation:
         while self._ends:
             self.now, _, place, event = heapq.heappop(self._ends)
             self.places[place].is_busy = False
-            self._finish(event)
+            self.finish(event)
             self._serve(place)
+
+    def finish(self, event: WorkEnd) -> None:
+        """Something ended now: those who wait for it go on."""
+        event.is_done = True
+        for task in event.waiting:
+            self._advance(task)
 
     def _serve(self, place: Place) -> None:
         devices = self.places[place]
@@ -136,7 +153,7 @@ class Simulation:
 
     def _with_end(self, task: Task, end: WorkEnd) -> Task:
         yield from task
-        self._finish(end)
+        self.finish(end)
 
     def _advance(self, task: Task) -> None:
         for event in task:
@@ -144,10 +161,24 @@ class Simulation:
                 event.waiting.append(task)
                 return
 
-    def _finish(self, event: WorkEnd) -> None:
-        event.is_done = True
-        for task in event.waiting:
-            self._advance(task)
+
+@dataclass
+class Lending:
+    """Whether the training devices may sample parts, and the part that they sample."""
+
+    simulation: Simulation
+    is_open: bool = False
+    opened: WorkEnd = field(default_factory=WorkEnd)
+    part: WorkEnd = field(default_factory=lambda: WorkEnd(is_done=True))
+
+    def while_waiting(self, event: WorkEnd) -> Task:
+        """Lend the devices until the event. A part that they still sample then goes before training in their queue."""
+        if event.is_done:
+            return
+        self.is_open = True
+        self.simulation.finish(self.opened)
+        yield event
+        self.is_open, self.opened = False, WorkEnd()
 
 
 def predict(schedule: LoopSchedule) -> Prediction:
@@ -156,9 +187,9 @@ def predict(schedule: LoopSchedule) -> Prediction:
     ends: list[float] = []
     simulation.start(_loop(simulation, schedule, ends))
     simulation.run()
-    begin, end = ends[STEPS // 2 - 1], ends[-1]
+    begin, end = ends[STEPS - 1], ends[-1]
     busy = {place: _overlap(devices.spans, begin, end) for place, devices in simulation.places.items()}
-    return Prediction((end - begin) / (STEPS - STEPS // 2), busy)
+    return Prediction((end - begin) / schedule.num_counted, busy)
 
 
 def _overlap(spans: Sequence[tuple[float, float]], begin: float, end: float) -> float:
@@ -170,33 +201,70 @@ def _loop(simulation: Simulation, schedule: LoopSchedule, ends: list[float]) -> 
     """The loop of unirl/trainer/loop.py, of a run that goes on after the steps that are counted."""
     generated: list[WorkEnd] = []
     scores: list[list[WorkEnd]] = []
-    for step in range(STEPS):
+    lending = Lending(simulation)
+    for step in range(STEPS + schedule.num_counted):
         if generated and schedule.order == "fixed":
-            yield generated[-1]
+            yield from lending.while_waiting(generated[-1])
         yield simulation.work("rollout", schedule.seconds.sync, is_next=schedule.order == "free")
+        if schedule.join is not None:
+            yield simulation.work("train", schedule.seconds.sync)
         while len(generated) <= step + schedule.num_ahead:
             previous = generated[-1] if generated else None
             scores.append([])
-            seconds = schedule.seconds.generate * schedule.lengths[len(generated) % len(schedule.lengths)]
-            task = _generation(simulation, schedule, seconds, previous, scores[-1])
+            length = schedule.lengths[len(generated) % len(schedule.lengths)]
+            task = _generation(simulation, schedule, length, previous, scores[-1], lending)
             generated.append(simulation.start(task))
-        yield generated[step]
+        yield from lending.while_waiting(generated[step])
         yield from scores[step]
         yield simulation.work("train", schedule.seconds.train)
         ends.append(simulation.now)
 
 
 def _generation(
-    simulation: Simulation, schedule: LoopSchedule, seconds: float, previous: WorkEnd | None, scores: list[WorkEnd]
+    simulation: Simulation,
+    schedule: LoopSchedule,
+    length: float,
+    previous: WorkEnd | None,
+    scores: list[WorkEnd],
+    lending: Lending,
 ) -> Task:
     """The thread that generates one step after the one before it. The scores follow.
 
     Args:
-        seconds: the time of generation in this step.
+        length: the time of generation in this step over its mean.
     """
     if previous is not None:
         yield previous
-    parts = schedule.reward_parts
-    for _ in range(parts):
-        yield simulation.work("rollout", seconds / parts)
-        scores.append(simulation.work(schedule.reward_place, schedule.seconds.score / parts))
+    share = length / schedule.reward_parts
+    waiting = deque([schedule.seconds.score / schedule.reward_parts] * schedule.reward_parts)
+    if schedule.join is not None:
+        simulation.start(_joining(simulation, schedule, schedule.join * share, waiting, scores, lending))
+    while waiting:
+        score = waiting.popleft()
+        yield simulation.work("rollout", schedule.seconds.generate * share)
+        scores.append(simulation.work(schedule.reward_place, score))
+    yield lending.part
+
+
+def _joining(
+    simulation: Simulation,
+    schedule: LoopSchedule,
+    seconds: float,
+    waiting: deque[float],
+    scores: list[WorkEnd],
+    lending: Lending,
+) -> Task:
+    """The thread in which the training devices sample parts of a step while they are lent.
+
+    Args:
+        seconds: the time of a part.
+        waiting: the seconds of scoring of each part that nobody samples yet.
+    """
+    while waiting:
+        if not lending.is_open:
+            yield lending.opened
+            continue
+        score = waiting.popleft()
+        lending.part = simulation.work("train", seconds)
+        yield lending.part
+        scores.append(simulation.work(schedule.reward_place, score))

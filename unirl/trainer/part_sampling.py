@@ -20,6 +20,8 @@ SampledPart = tuple[RolloutReq, RolloutResp]
 """A part with the weights that its samples come from, and its samples."""
 JOIN_TIMER = "join"
 """The timer of sampling on the training devices."""
+JOINING_THREAD = "sampling of parts"
+"""The name of the thread that asks the training devices for parts."""
 
 
 @dataclass
@@ -101,7 +103,7 @@ class PartSampling:
             self.pool.step = step
             queue.work(engine, JOIN_TIMER)
 
-        thread = threading.Thread(target=work, name="sampling of parts", daemon=True)
+        thread = threading.Thread(target=work, name=JOINING_THREAD, daemon=True)
         thread.start()
         return thread
 

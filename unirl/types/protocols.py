@@ -189,6 +189,11 @@ class Needs:
     own_samples: bool = True
     """The samples must come from the policy. If False, the loss can also train on recorded samples."""
 
+    @property
+    def fits_old_samples(self) -> bool:
+        """The loss accounts for samples of weights that differ from those it trains, or does not depend on them."""
+        return self.behaviour_logp or not (self.density and self.own_samples)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:

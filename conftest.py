@@ -97,8 +97,14 @@ class LoadedLibraries:
 LOADED = LoadedLibraries()
 
 
+def pytest_collection() -> None:
+    """What is imported stays, so that nothing is to be collected before `LOADED` exempts it."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     LOADED.keep()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,5 +1,6 @@
 """What tests of several folders share: one Ray for the whole session, started when the first test needs it."""
 
+import os
 import sys
 from collections.abc import Iterator
 
@@ -26,6 +27,14 @@ def _warm_servers() -> Iterator[None]:
     """Engines of this process start servers within milliseconds, unless a test puts `warm_servers.COLD` in place."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process, "spawn", warm_servers.spawn)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _memory_speed_disk() -> Iterator[None]:
+    """Durability is not what a test can see; the order of the calls is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
         yield
 
 

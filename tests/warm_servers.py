@@ -22,6 +22,7 @@ class WarmProcess:
     """What an engine uses of the `subprocess.Popen` of a Python program. It leads a session of its own."""
 
     def __init__(self, words: Sequence[str], log: Path, env: Mapping[str, str]) -> None:
+        log.touch()  # whoever reads it need not wait for the process
         self._lock = threading.Lock()
         self._process = forkserver().Process(target=lead, args=(list(words), log, dict(env)), daemon=True)
         self._process.start()

@@ -103,7 +103,7 @@ def test_it_keeps_the_contract_of_an_engine(kind, tmp_path) -> None:
     """Refusal before a push, log-probs equal to the replay's before and after an update, row bits, sleep, snapshots."""
     with kind.fake() as url, kind.serving(tmp_path, url=url) as served:
         served.engine.server.frees_memory = True  # as on a GPU; only the engine for OpenAI-compatible servers reads it
-        req = text_request(8, text_params(samples_per_prompt=6))
+        req = text_request(8, text_params(samples_per_prompt=2))
         check_engine(served.engine, served.trained, served.backend, req, atol=ATOL)
         assert not list((tmp_path / "engine").glob("*/0*"))  # the weights of a transfer are removed
 

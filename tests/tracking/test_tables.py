@@ -5,20 +5,12 @@ from __future__ import annotations
 import csv
 import json
 import math
-import os
 from pathlib import Path
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from unirl.tracking.tables import CsvTable, JsonLines, finite, read_rows
-
-
-@pytest.fixture(autouse=True)
-def memory_speed_disk(monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
 
 NAMES = ["a", "b/c", "d"]
 METRICS = st.dictionaries(st.sampled_from(NAMES), st.floats(allow_nan=False), max_size=3)

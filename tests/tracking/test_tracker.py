@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -31,11 +30,6 @@ from unirl.types.protocols import Stateful
 from unirl.types.reward import Answer
 
 CLOCKS = ("time/", "mem/", "throughput/")
-
-
-@pytest.fixture(autouse=True)
-def memory_speed_disk(monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 def tracker(root: Path, **options) -> Tracker:

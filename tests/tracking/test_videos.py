@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -301,8 +300,7 @@ def test_an_album_has_every_video_and_a_grid_with_a_row_per_prompt(tmp_path):
 
 
 @pytest.fixture
-def tracker(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+def tracker(tmp_path):
     with Tracker(RunDirectory(tmp_path / "run", RunIdentity(project="demo", recipe="video"))) as tracker:
         yield tracker
 
@@ -346,8 +344,7 @@ class Recorded(Mirror):
         self.films += previews
 
 
-def test_mirrors_are_shown_the_sheet_and_the_first_videos(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+def test_mirrors_are_shown_the_sheet_and_the_first_videos(tmp_path):
     mirror = Recorded()
     with Tracker(RunDirectory(tmp_path / "run", RunIdentity(project="demo", recipe="video")), mirrors=[mirror]) as told:
         told.samples(1, table_of(videos(5, count=6)))

@@ -27,12 +27,6 @@ from unirl.train.backend.checkpoint import Checkpoint, CheckpointStore, open_che
 WATCHED = ("open", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir", "link")
 
 
-@pytest.fixture(autouse=True)
-def memory_speed_disk(monkeypatch):
-    """Durability is not what a test can see; the order of the calls is."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
 @pytest.fixture(scope="module")
 def memory(tmp_path_factory):
     """A folder in memory, where the machine has one: nothing here is about how fast a disk is."""

@@ -35,6 +35,7 @@ from unirl.types.primitives import Texts
 
 RECIPE = "pe/pe_trainside_pickscore"
 COMMON = ("scale=toy", "num_rollouts=2", "tracking.sample_steps=0", "evaluation.eval_steps=0")
+COMMON += ("diffusion.sampling.samples_per_prompt=2",)
 REMARK = "toy scale: random weights, rewards mean nothing"
 
 
@@ -191,7 +192,7 @@ def test_leaving_one_out_compares_images_and_rewrites_with_their_siblings(tmp_pa
 
 
 def test_a_request_with_an_image_that_has_no_reward_trains_neither_policy(tmp_path) -> None:
-    reward = "reward.backend={_target_: tests.trainer.faulty.Poisoned, share: 0.05}"
+    reward = "reward.backend={_target_: tests.trainer.faulty.Poisoned, share: 0.1}"
     budget = "+reward.on_failure={max_dropped_fraction: 0.9}"
     with trainer_of(tmp_path, "plugins=[tests]", "batch_size=4", reward, budget) as trainer:
         resp = trainer.produce(0)
@@ -407,7 +408,7 @@ def test_a_side_without_one_of_its_blocks_is_refused(key) -> None:
 def test_counts_that_do_not_divide_are_those_of_the_recipe() -> None:
     with pytest.raises(UniRLError) as refused:
         preflight(load(RECIPE, [*COMMON, "batch_size=8", "diffusion.stack.num_updates_per_batch=5"]))
-    assert "(batch_size 8 x 4 ar x samples_per_prompt 4 " in str(refused.value)
+    assert "(batch_size 8 x 4 ar x samples_per_prompt 2 " in str(refused.value)
     assert "Use diffusion.stack.num_updates_per_batch=4|8 or batch_size=5|10 or" in str(refused.value)
 
 
@@ -457,7 +458,7 @@ def test_the_plan_of_a_policy_names_its_keys(capsys) -> None:
 def test_the_banner_has_the_counts_of_both_policies(finished) -> None:
     banner = (finished / "logs/console.log").read_text()
     assert "ar: 2 prompts x 4 samples = 8 samples" in banner
-    assert "diffusion: 2 prompts x 4 ar x 4 samples = 32 samples" in banner
+    assert "diffusion: 2 prompts x 4 ar x 2 samples = 16 samples" in banner
 
 
 def test_the_lines_of_a_step_show_the_ratio_of_both_policies(finished) -> None:

@@ -23,7 +23,8 @@ PE, BAGEL, CHAIN = "pe/pe_trainside_pickscore", "unified_model/bagel_think_joint
 JOINT = "unified_model/hi3_joint"
 COMMON = ("scale=toy", "num_rollouts=2", "tracking.sample_steps=0", "evaluation.eval_steps=0", "plugins=[tests]")
 OF_RECIPE = {
-    PE: ("rollout.pe_marker=null", "ar.sampling.max_new_tokens=64"),  # some responses end before
+    # Some responses end before 64 tokens.
+    PE: ("rollout.pe_marker=null", "ar.sampling.max_new_tokens=64", "diffusion.sampling.samples_per_prompt=2"),
     BAGEL: ("sampling.think.samples_per_prompt=2", "sampling.image.samples_per_prompt=2", "stack.micro_batch_size=4"),
 }
 LENGTH = "{_target_: unirl.reward.local.length.TextLengthRewardScorer, config: {max_tokens: 1, buffer: 64}}"

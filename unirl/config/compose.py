@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import yaml
@@ -56,6 +57,11 @@ class ComposedConfig:
         """The merged layers, with interpolations as written."""
         return fold(self.layers)
 
+    @cached_property
+    def _folded(self) -> Tree:
+        """`tree`, which nobody changes."""
+        return self.tree
+
     def resolved(self) -> Tree:
         """The merged layers, with `${...}` replaced."""
         return resolve(self.tree, self.where)
@@ -78,7 +84,7 @@ class ComposedConfig:
 
     def why(self, path: str) -> list[Origin]:
         """Every layer that sets a key, the one in effect first. Empty if the key has its default."""
-        return [_through_environment(origin) for origin in origins(self.layers, path)]
+        return [_through_environment(origin) for origin in origins(self.layers, self._folded, path)]
 
     def where(self, path: str) -> str:
         """` (sd3_trainside.yaml:12)` or ` (command line: batch_size=4)`; "" if no layer sets the key."""

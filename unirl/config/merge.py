@@ -70,10 +70,14 @@ def fold(layers: Sequence[ConfigLayer]) -> Tree:
     return tree
 
 
-def origins(layers: Sequence[ConfigLayer], path: str) -> list[Origin]:
-    """Every layer that sets `path`, the last one first; `wins` marks the one in effect."""
+def origins(layers: Sequence[ConfigLayer], folded: Tree, path: str) -> list[Origin]:
+    """Every layer that sets `path`, the last one first; `wins` marks the one in effect.
+
+    Args:
+        folded: the layers merged into one tree.
+    """
     values = [(layer, value) for layer in layers for value in _lookup(layer.tree, path)]
-    effective = list(_lookup(fold(layers), path))
+    effective = list(_lookup(folded, path))
     top = len(values) - 1
     return [
         Origin(layer.source, layer.place(path), value, wins=bool(effective) and index == top)

@@ -17,7 +17,7 @@ from unirl.distributed import current
 from unirl.distributed.group.dispatch import scatter
 from unirl.sde.noise import key_seed
 from unirl.train.normalization import RunningStatistics
-from unirl.train.stack import TrainStack, merge_ranks
+from unirl.train.stack import PreparedStep, TrainStack, merge_ranks
 from unirl.types.batch import take_rows
 from unirl.types.device import to_device
 from unirl.types.facts import ModelFacts
@@ -79,22 +79,23 @@ class TransitionStack(TrainStack):
         if statistics is not None and statistics.rewards is not None:
             track = self._scaled(track, statistics)
         work = self.prepare(track, now, is_first=False)
-        placed = [self._placed(micro).sampled_as(PackedSegment) for micro in work.updates[0]]
-        rows = RolloutTrack.concat([self.credit.credited(micro, work.now) for micro in placed])
+        rows = self._credited(work)
         size = max(self.minibatch_size // current().dp_size, 1)
         counted = torch.nonzero(counted_elements(rows).cpu())[:, 0]
         # Every rank makes as many updates as the one with the most decisions.
         [count] = current().max_over_dp([-(-len(counted) // size)])
+        nothing = single_elements(rows, counted[:0])
         results: list[Metrics] = []
         for _ in range(self.epochs):
             seed = key_seed(self.backend.seed, f"minibatches{self.backend.updates}")
-            order = counted[permutation(len(counted), seed)]
+            shuffled = single_elements(rows, counted[permutation(len(counted), seed)])
             for i in range(count):
-                minibatch = order[i * size : (i + 1) * size]
+                # Every rank makes as many forwards, so a short minibatch ends in parts without a decision.
+                starts = range(i * size, (i + 1) * size, self.forward_decisions or size)
+                stops = [min(start + starts.step, starts.stop, len(shuffled)) for start in starts]
                 parts = [
-                    # Every rank makes as many forwards, so a short minibatch ends in parts without a decision.
-                    single_elements(rows, minibatch[begin : begin + (self.forward_decisions or size)])
-                    for begin in range(0, size, self.forward_decisions or size)
+                    shuffled.slice(start, stop) if start < stop else nothing
+                    for start, stop in zip(starts, stops, strict=True)
                 ]
                 results.append(self.update(parts, work.now, first=not results))
         results[0] = merge([results[0], work.parity])
@@ -103,6 +104,11 @@ class TransitionStack(TrainStack):
             self.backend.assign(statistics.see(acted.segment, counted_elements(acted)))
         self.backend.finish_step()
         return TrainStepResult(tuple(results))
+
+    def _credited(self, work: PreparedStep) -> RolloutTrack[PackedSegment]:
+        """All rows of a step with their credit, on the device that trains."""
+        placed = [self._placed(micro).sampled_as(PackedSegment) for micro in work.updates[0]]
+        return RolloutTrack.concat([self.credit.credited(micro, work.now) for micro in placed])
 
     def _scaled(self, track: RolloutTrack, statistics: RunningStatistics) -> RolloutTrack:
         rows = track.sampled_as(ActionSegment)

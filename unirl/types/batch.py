@@ -153,7 +153,10 @@ class Batch(Rows):
             changes[name] = bounds[start : stop + 1] - bounds[start]
             first, end = int(bounds[start]), int(bounds[stop])
             changes |= {each: adjacent_rows(value, first, end) for each, value in self._values(Kind.PACKED)}
-        return self.replace(**changes)
+        # Minibatches are slices. The fields of a batch fit, so those of a slice do, and are not checked again.
+        sliced = object.__new__(type(self))
+        sliced.__dict__.update(self.__dict__ | changes)
+        return sliced
 
     def repeat_interleave(self, times: int) -> Self:
         """Every row repeated `times` times, with the copies adjacent."""

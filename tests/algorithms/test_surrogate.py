@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from unirl.algorithms.shared.kl import k2
 from unirl.algorithms.shared.surrogate import (
+    clip_fractions,
     clip_scale,
     clipped_surrogate,
-    fraction_metrics,
     guard_log_ratio,
     masked_surrogate,
     spread_metrics,
@@ -199,7 +199,7 @@ def test_ratio_statistics_use_elements_of_positive_weight_for_any_split() -> Non
     log_ratio[2] = torch.nan
     above, below = log_ratio > math.log1p(5e-5), log_ratio < math.log1p(-1e-4)
     parts = [
-        spread_metrics(log_ratio[rows], weights[rows]) | fraction_metrics(above[rows], below[rows], weights[rows])
+        spread_metrics(log_ratio[rows], weights[rows], clip_fractions(above[rows], below[rows]))
         for rows in (slice(0, 2), slice(2, 6))
     ]
     result = values(merge(parts))

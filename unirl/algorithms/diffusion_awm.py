@@ -13,7 +13,7 @@ from unirl.algorithms.base import LatentRows, Part, PolicyOutputs
 from unirl.algorithms.shared.checks import check_coefficients, check_fractions, check_positive
 from unirl.algorithms.shared.forward_process import Noised, PenalizedLoss, mean_square
 from unirl.algorithms.shared.kl import MAX_LOG_RATIO
-from unirl.algorithms.shared.surrogate import clipped_surrogate, fraction_metrics, mean_metric, spread_metrics
+from unirl.algorithms.shared.surrogate import clip_fractions, clipped_surrogate, spread_metrics
 from unirl.types.protocols import Anchor
 from unirl.types.results import Metrics
 
@@ -95,13 +95,14 @@ class DiffusionAWM(PenalizedLoss):
         weights, advantages = self.weights(rows, part), self.element_advantages(rows, part).double()
         logp, old = self._surrogate(noised, v), self.anchor(rows, "old_logp", part)
         log_ratio = logp - (logp.detach() if old is None else old)
-        metrics = spread_metrics(log_ratio.detach(), weights)
-        metrics["train/matching_error"] = mean_metric(mean_square(v.detach(), noised.target), weights)
+        means = {"train/matching_error": mean_square(v.detach(), noised.target)}
         if self.clip_range is None:
-            return -advantages * log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), metrics
-        clip, ratio = self.clip_range, log_ratio.detach().exp()
-        metrics |= fraction_metrics(ratio > 1.0 + clip, ratio < 1.0 - clip, weights)
-        return clipped_surrogate(log_ratio, advantages, clip, clip), metrics
+            losses = -advantages * log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        else:
+            clip, ratio = self.clip_range, log_ratio.detach().exp()
+            means |= clip_fractions(ratio > 1.0 + clip, ratio < 1.0 - clip)
+            losses = clipped_surrogate(log_ratio, advantages, clip, clip)
+        return losses, spread_metrics(log_ratio.detach(), weights, means)
 
     def _surrogate(self, noised: Noised, v: Tensor) -> Tensor:
         """[B, n] float64 surrogate log-prob l."""

@@ -12,7 +12,7 @@ from unirl.algorithms.base import LatentRows, Part
 from unirl.algorithms.shared.checks import check_key
 from unirl.algorithms.shared.denoising import DenoisingLoss, step_metrics
 from unirl.algorithms.shared.kl import gaussian_kl
-from unirl.algorithms.shared.surrogate import fraction_metrics, masked_surrogate, mean_metric, spread_metrics
+from unirl.algorithms.shared.surrogate import clip_fractions, masked_surrogate, spread_metrics
 from unirl.models.denoising.stage import Replay
 from unirl.types.protocols import Quantity, TrainingProgress
 from unirl.types.results import Metric, Metrics
@@ -51,9 +51,9 @@ class DiffusionDPPO(DenoisingLoss):
         std = new.std if self.add_kl_coefficient else torch.ones_like(new.std)
         divergence = gaussian_kl(new.mean.detach(), self.anchor_or_self(rows, "old_mean", part, new.mean), std)
         losses, masked = masked_surrogate(log_ratio, advantages, divergence, self.kl_threshold)
-        metrics = spread_metrics(log_ratio, weights) | step_metrics("train/log_ratio", log_ratio.abs(), weights, part)
-        metrics |= fraction_metrics(masked & (log_ratio > 0), masked & (log_ratio < 0), weights)
-        metrics["train/kl_old"] = mean_metric(divergence, weights)
+        clips = clip_fractions(masked & (log_ratio > 0), masked & (log_ratio < 0))
+        metrics = spread_metrics(log_ratio, weights, {**clips, "train/kl_old": divergence})
+        metrics |= step_metrics("train/log_ratio", log_ratio.abs(), weights, part)
         metrics["train/kl_old_max"] = Metric.max(torch.where(weights > 0, divergence, 0.0).max())
         return losses, metrics
 

@@ -14,8 +14,8 @@ from unirl.algorithms.shared.checks import check_fractions
 from unirl.algorithms.shared.denoising import DenoisingLoss, step_metrics
 from unirl.algorithms.shared.surrogate import (
     ClippedRatio,
+    clip_fractions,
     clipped_surrogate,
-    fraction_metrics,
     guard_log_ratio,
     spread_metrics,
 )
@@ -68,7 +68,7 @@ class DiffusionGRPO(ClippedRatio[DiffusionStage, LatentSegment], DenoisingLoss):
         low, high = self.clip_at(now.progress)
         log_ratio = torch.where(weights > 0, self._log_ratio(new, rows, part), 0.0)
         above, below = log_ratio > math.log1p(high), log_ratio < math.log1p(-low)
-        metrics = spread_metrics(log_ratio, weights) | fraction_metrics(above, below, weights)
+        metrics = spread_metrics(log_ratio, weights, clip_fractions(above, below))
         metrics |= step_metrics("train/log_ratio", log_ratio.abs(), weights, part)
         metrics["train/clip_range"] = Metric.mean(low)
         return clipped_surrogate(log_ratio, advantages, low, high, self.dual_clip), metrics

@@ -20,7 +20,6 @@ from unirl.train.backend.base import TrainBackend, UpdateStats
 from unirl.train.element_values import ElementValues, Watch
 from unirl.train.memory import DeviceMemory, MicroBatchMemory, memory_of, peak_bytes
 from unirl.train.parity import parity_of
-from unirl.types.batch import map_value
 from unirl.types.device import CPU
 from unirl.types.facts import ModelFacts
 from unirl.types.progress import progress
@@ -388,8 +387,7 @@ class TrainStack:
             micro_metrics = self.algorithm.compute_loss_and_backward(
                 self.stage, self._placed(micro), backward, now, first_update=first, observe=observe
             )
-            # In float64, sums do not depend on how rows are spread over micro-batches and ranks.
-            metrics.append(map_value(micro_metrics, Tensor.double))
+            metrics.append({name: metric.double() for name, metric in micro_metrics.items()})
             progress("micro-batch", len(micros))
         return total, merge(metrics)
 

@@ -18,7 +18,7 @@ from unirl.distributed.group.dispatch import scatter
 from unirl.sde.noise import key_seed
 from unirl.train.element_values import ElementValues
 from unirl.train.normalization import RunningStatistics
-from unirl.train.stack import TrainStack, merge_ranks
+from unirl.train.stack import PreparedStep, TrainStack, merge_ranks
 from unirl.types.batch import take_rows
 from unirl.types.device import to_device
 from unirl.types.facts import ModelFacts
@@ -86,22 +86,24 @@ class TransitionStack(TrainStack):
             track = self._scaled(track, statistics)
         work = self.prepare(track, now, is_first=False)
         values = ElementValues(shown)
-        placed = [self._placed(micro).sampled_as(PackedSegment) for micro in work.updates[0]]
-        rows = RolloutTrack.concat([self.credit.credited(micro, work.now) for micro in placed])
+        rows = self._credited(work)
         size = max(self.minibatch_size // current().dp_size, 1)
         counted = torch.nonzero(counted_elements(rows).cpu())[:, 0]
         # Every rank makes as many updates as the one with the most decisions.
         [count] = current().max_over_dp([-(-len(counted) // size)])
+        nothing = single_elements(rows, counted[:0])
         results: list[Metrics] = []
         width = self.forward_decisions or size
         for epoch in range(self.epochs):
             seed = key_seed(self.backend.seed, f"minibatches{self.backend.updates}")
             order = counted[permutation(len(counted), seed)]
+            shuffled = single_elements(rows, order)
             for i in range(count):
-                minibatch = order[i * size : (i + 1) * size]
                 # Every rank makes as many forwards, so a short minibatch ends in parts without a decision.
-                places = [minibatch[begin : begin + width] for begin in range(0, size, width)]
-                parts = [single_elements(rows, chosen) for chosen in places]
+                starts = range(i * size, (i + 1) * size, width)
+                spans = [(start, min(start + width, starts.stop, len(order))) for start in starts]
+                parts = [shuffled.slice(*span) if span[0] < span[1] else nothing for span in spans]
+                places = [order[start:stop] for start, stop in spans]
                 watch = values.watch_places(rows, places) if epoch == self.epochs - 1 else None
                 results.append(self.update(parts, work.now, first=not results, watch=watch))
         results[0] = merge([results[0], work.parity])
@@ -110,6 +112,11 @@ class TransitionStack(TrainStack):
             self.backend.assign(statistics.see(acted.segment, counted_elements(acted)))
         self.backend.finish_step()
         return TrainStepResult(tuple(results), values.by_sample())
+
+    def _credited(self, work: PreparedStep) -> RolloutTrack[PackedSegment]:
+        """All rows of a step with their credit, on the device that trains."""
+        placed = [self._placed(micro).sampled_as(PackedSegment) for micro in work.updates[0]]
+        return RolloutTrack.concat([self.credit.credited(micro, work.now) for micro in placed])
 
     def _scaled(self, track: RolloutTrack, statistics: RunningStatistics) -> RolloutTrack:
         rows = track.sampled_as(ActionSegment)

@@ -89,14 +89,13 @@ class Batch(Rows):
                     "every per-row field of a batch needs the same number of rows"
                 )
         for _, bounds in self._values(Kind.OFFSETS):
+            rows, end = len(bounds) - 1, int(bounds[-1])
             for name, size in sizes.items():
-                if size != len(bounds) - 1:
-                    raise ValueError(f"{own}.{name} has {size} rows but the offsets describe {len(bounds) - 1}")
+                if size != rows:
+                    raise ValueError(f"{own}.{name} has {size} rows but the offsets describe {rows}")
             for name, value in self._values(Kind.PACKED):
-                if num_rows(value) not in (None, int(bounds[-1])):
-                    raise ValueError(
-                        f"{own}.{name} has {num_rows(value)} entries but the offsets end at {int(bounds[-1])}"
-                    )
+                if (size := num_rows(value)) not in (None, end):
+                    raise ValueError(f"{own}.{name} has {size} entries but the offsets end at {end}")
 
     @classmethod
     @cache
@@ -149,7 +148,15 @@ class Batch(Rows):
         """The rows from `start` to `stop` - 1."""
         if not 0 <= start <= stop <= len(self):
             raise ValueError(f"{type(self).__name__}: rows {start}:{stop} do not lie within 0:{len(self)}")
-        return self.select(range(start, stop))
+        changes = {name: adjacent_rows(value, start, stop) for name, value in self._values(Kind.ROW)}
+        for name, bounds in self._values(Kind.OFFSETS):
+            changes[name] = bounds[start : stop + 1] - bounds[start]
+            first, end = int(bounds[start]), int(bounds[stop])
+            changes |= {each: adjacent_rows(value, first, end) for each, value in self._values(Kind.PACKED)}
+        # Minibatches are slices. The fields of a batch fit, so those of a slice do, and are not checked again.
+        sliced = object.__new__(type(self))
+        sliced.__dict__.update(self.__dict__ | changes)
+        return sliced
 
     def repeat_interleave(self, times: int) -> Self:
         """Every row repeated `times` times, with the copies adjacent."""
@@ -262,6 +269,18 @@ def _taken(value: Any, chosen: Tensor, adjacent: slice | None) -> Any:
         case dict():
             return {name: _taken(entry, chosen, adjacent) for name, entry in value.items()}
     return value.select(chosen.tolist())
+
+
+def adjacent_rows(value: Any, start: int, stop: int) -> Any:
+    """The rows from `start` to `stop` - 1 of a per-row value, of the same type. Those of a tensor are a view."""
+    match value:
+        case Tensor() | list():
+            return value[start:stop]
+        case dict():
+            return {name: adjacent_rows(entry, start, stop) for name, entry in value.items()}
+        case Batch():
+            return value.slice(start, stop)
+    return value.select(range(start, stop))
 
 
 def concat_rows(values: Sequence[Any]) -> Any:

@@ -75,6 +75,13 @@ class Metric:
         variance = float(self.squares) / weight - mean**2
         return variance if math.isnan(variance) else math.sqrt(max(variance, 0.0))
 
+    def double(self) -> Metric:
+        """The metric in float64, in which sums hardly depend on how elements are spread over batches and ranks."""
+        total, weight, squares = [
+            part.double() if isinstance(part, Tensor) else part for part in (self.total, self.weight, self.squares)
+        ]
+        return Metric(total, weight, self.kind, squares)
+
     def merged(self, other: Metric) -> Metric:
         """The metric over the elements of both."""
         if self.kind != other.kind:

@@ -119,13 +119,13 @@ def check_metrics(loss: object, method: str, metrics: object) -> None:
             raise broken(loss, method, f"the metric {name!r}", f"Name it custom/<name>.{did_you_mean(name, METRICS)}")
         if not isinstance(metric, Metric):
             raise broken(loss, method, f"the metric {name!r} as {shown(metric)}", METRIC)
-        for part, number in vars(metric).items():
-            _check_number(loss, method, f"the metric {name!r} with a {part} that is", part, number)
+        for part, number in (("total", metric.total), ("weight", metric.weight), ("squares", metric.squares)):
+            if not isinstance(number, Tensor) or number.dim() or number.requires_grad:
+                _check_number(loss, method, f"the metric {name!r} with a {part} that is", part, number)
 
 
 def _check_number(loss: object, method: str, found: str, part: str, number: object) -> None:
-    if part == "kind":
-        return
+    """The error of a part of a metric that is not a detached tensor of one number, unless it is such a float."""
     if isinstance(number, Tensor):
         if number.dim():
             raise broken(loss, method, f"{found} {shown(number)}", METRIC)

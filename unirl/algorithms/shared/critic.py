@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -21,9 +22,9 @@ from torch.nn.functional import pad
 from unirl.algorithms.base import SegmentT, StageAlgorithm, StageT
 from unirl.algorithms.shared.checks import check_above, check_key
 from unirl.algorithms.shared.packed import row_of
-from unirl.algorithms.shared.surrogate import mean_metric
+from unirl.algorithms.shared.surrogate import element_metrics
 from unirl.types.protocols import Anchor, Needs
-from unirl.types.results import Metric, Metrics
+from unirl.types.results import Metrics
 from unirl.types.rollout_resp import RolloutTrack
 
 if TYPE_CHECKING:
@@ -78,12 +79,10 @@ class Critic(StageAlgorithm[StageT, SegmentT]):
     ) -> tuple[Float[Tensor, "*elements"], Metrics]:
         """The value loss per element, before the factor vf_coef, and its metrics, without elements of weight 0."""
         losses = value_loss(values, old, returns, self.value_clip, self.value_huber)
-        metrics = value_metrics(values, returns, losses, weights)
+        clipped = {}
         if self.value_clip is not None:
-            with torch.no_grad():
-                moved = ((values - old).abs() > self.value_clip).float()
-            metrics["train/value_clip_fraction"] = mean_metric(moved, weights)
-        return losses, metrics
+            clipped["train/value_clip_fraction"] = (values.detach() - old).abs() > self.value_clip
+        return losses, value_metrics(values, returns, losses, weights, clipped)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,15 +270,15 @@ def value_metrics(
     returns: Float[Tensor, "*elements"],
     losses: Float[Tensor, "*elements"],
     weights: Float[Tensor, "*elements"],
+    means: Mapping[str, Shaped[Tensor, "*elements"]] = MappingProxyType({}),
 ) -> Metrics:
-    """Quality of a value head, without elements of weight 0. `explained_variance` combines the merged deviations."""
-    masked_returns = torch.where(weights > 0, returns, 0.0)
-    error = torch.where(weights > 0, returns - values, 0.0)
-    return {
-        "train/value_loss": mean_metric(losses, weights),
-        "train/value_error_std": Metric.std(error, weights),
-        "train/return_std": Metric.std(masked_returns, weights),
-    }
+    """Quality of a value head, without elements of weight 0. `explained_variance` combines the merged deviations.
+
+    Args:
+        means: further values whose weighted means become metrics.
+    """
+    stds = {"train/value_error_std": returns - values, "train/return_std": returns}
+    return element_metrics({"train/value_loss": losses, **means}, stds, weights)
 
 
 def explained_variance(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -31,7 +31,7 @@ NORMED: Aggregation = "seq-mean-token-sum-norm"
 
 def row_of(offsets: Int[Tensor, "boundaries"]) -> Int[Tensor, "sum_L"]:
     """[sum L] int64 row number of each token, from row boundaries [B + 1]; on the device of the boundaries."""
-    return torch.repeat_interleave(torch.arange(len(offsets) - 1, device=offsets.device), offsets.diff())
+    return torch.repeat_interleave(offsets.diff())
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,9 @@ here is pure. An element is one of S denoising steps of B samples, or a packed t
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -21,7 +23,7 @@ from unirl.algorithms.shared.packed import RowOffsets
 from unirl.types.results import Metric, Metrics
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
+    from jaxtyping import Bool, Float, Shaped
 
 ClipSchedule = Literal["constant", "linear", "cosine"]
 
@@ -139,32 +141,58 @@ def weighted_sum(values: Float[Tensor, "*elements"], weights: Float[Tensor, "*el
     return torch.where(weights > 0, weights * values, 0.0).sum()
 
 
-@torch.no_grad()
 def mean_metric(values: Float[Tensor, "*elements"], weights: Float[Tensor, "*elements"]) -> Metric:
-    """The weighted mean of `values`; `weights` has the same shape."""
-    return Metric(weighted_sum(values.detach(), weights), weights.sum(), "mean")
+    """The weighted mean of `values`; `weights` has the same shape. Elements of weight 0 are ignored."""
+    [metric] = element_metrics({"mean": values}, {}, weights).values()
+    return metric
 
 
 @torch.no_grad()
-def spread_metrics(log_ratio: Float[Tensor, "*elements"], weights: Float[Tensor, "*elements"]) -> Metrics:
-    """Mean and standard deviation of the importance ratio, and the approximate KL to the policy that sampled."""
-    log_ratio = torch.where(weights > 0, log_ratio, 0.0).float()
-    return {
-        "train/ratio_mean": mean_metric(log_ratio.exp(), weights),
-        "train/ratio_std": Metric.std(log_ratio.expm1(), weights),
-        "train/approx_kl": mean_metric(k2(log_ratio), weights),
-    }
-
-
-@torch.no_grad()
-def fraction_metrics(
-    above: Bool[Tensor, "*elements"], below: Bool[Tensor, "*elements"], weights: Float[Tensor, "*elements"]
+def element_metrics(
+    means: Mapping[str, Shaped[Tensor, "*elements"]],
+    stds: Mapping[str, Float[Tensor, "*elements"]],
+    weights: Float[Tensor, "*elements"],
 ) -> Metrics:
-    """The fraction of elements above and below the trust region. `above`, `below`, `weights`: [B, S]."""
+    """The weighted means of some values, and `Metric.std` of others, in one pass; all have the shape of `weights`.
+
+    Elements of weight 0 are ignored, even if they are not finite.
+    """
+    stacked = torch.stack([*means.values(), *stds.values()])
+    values = torch.where(weights > 0, stacked, 0.0).flatten(1)
+    weighted, weight = weights.flatten() * values, weights.sum().double()
+    totals = weighted.sum(1).double().unbind()
+    metrics = {name: Metric(total, weight, "mean") for name, total in zip(means, totals, strict=False)}
+    if stds:
+        squares = (weighted * values)[len(means) :].sum(1).double().unbind()
+        for name, total, square in zip(stds, totals[len(means) :], squares, strict=True):
+            metrics[name] = Metric(total, weight, "std", square)
+    return metrics
+
+
+@torch.no_grad()
+def spread_metrics(
+    log_ratio: Float[Tensor, "*elements"],
+    weights: Float[Tensor, "*elements"],
+    means: Mapping[str, Shaped[Tensor, "*elements"]] = MappingProxyType({}),
+) -> Metrics:
+    """Mean and standard deviation of the importance ratio, and the approximate KL to the policy that sampled.
+
+    Args:
+        means: further values whose weighted means become metrics, such as `clip_fractions`.
+    """
+    log_ratio = torch.where(weights > 0, log_ratio, 0.0).float()
+    own = {"train/ratio_mean": log_ratio.exp(), "train/approx_kl": k2(log_ratio)}
+    return element_metrics({**own, **means}, {"train/ratio_std": log_ratio.expm1()}, weights)
+
+
+def clip_fractions(
+    above: Bool[Tensor, "*elements"], below: Bool[Tensor, "*elements"]
+) -> dict[str, Bool[Tensor, "*elements"]]:
+    """The elements outside, above and below the trust region, by the metrics that their weighted means are."""
     return {
-        "train/clip_fraction": mean_metric((above | below).float(), weights),
-        "train/clip_fraction_high": mean_metric(above.float(), weights),
-        "train/clip_fraction_low": mean_metric(below.float(), weights),
+        "train/clip_fraction": above | below,
+        "train/clip_fraction_high": above,
+        "train/clip_fraction_low": below,
     }
 
 

@@ -27,7 +27,7 @@ from unirl.algorithms.shared.packed import (
     token_shares,
     with_zero_appended,
 )
-from unirl.algorithms.shared.surrogate import fraction_metrics, mean_metric, spread_metrics, weighted_sum
+from unirl.algorithms.shared.surrogate import clip_fractions, mean_metric, spread_metrics
 from unirl.config.errors import InvalidValueError
 from unirl.models.language.stage import AnyTokenStage, TokenReplay
 from unirl.types.device import to_device
@@ -164,17 +164,18 @@ class TokenLoss(PolicyGradient[AnyTokenStage, PackedSegment]):
         """One forward over all tokens, then the sum of policy loss, KL, entropy and the terms of the subclass."""
         replay = self.replay(stage, rows, entropy=self.entropy_coef > 0.0)
         tokens = self.tokens(replay.logp, rows, part)
-        terms, metrics = self._entropy(replay, tokens)
+        terms, means = self._entropy(replay, tokens)
+        metrics: Metrics = {}
         if self.kl_coef > 0.0:
             kl, beta = self.reference_kl(tokens, rows, part), self.kl_coef * now.kl_scale
-            metrics |= {"train/kl": mean_metric(kl, tokens.weights), "train/kl_coef": Metric.mean(beta)}
+            means["train/kl"], metrics["train/kl_coef"] = kl, Metric.mean(beta)
             if self.kl_in == "loss":
                 terms["train/kl_loss"] = beta * kl
         tokens = self.assign_credit(tokens, replay, rows, part, now)
         surrogate = self.surrogate(tokens, now)
         self._check_surrogate(surrogate, tokens)
         terms["train/policy_loss"], mismatch = self._corrected(surrogate.losses, tokens, rows)
-        metrics |= mismatch | surrogate_metrics(surrogate, tokens.weights)
+        metrics |= mismatch | surrogate_metrics(surrogate, means, tokens.weights)
         loss, term_metrics = self._aggregated(terms | surrogate.terms, tokens, rows)
         return LossResult(loss, metrics | term_metrics, self._outputs(replay), tokens.advantages.detach())
 
@@ -249,13 +250,12 @@ class TokenLoss(PolicyGradient[AnyTokenStage, PackedSegment]):
             return None
         return self.kl_coef * now.kl_scale * self.reference_kl(tokens, rows, part)
 
-    def _entropy(self, replay: TokenReplay, tokens: Tokens) -> tuple[dict[str, Tensor], Metrics]:
+    def _entropy(self, replay: TokenReplay, tokens: Tokens) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The entropy bonus and the logged entropy: exact if the loss uses it, else the estimate -log pi."""
         if self.entropy_coef == 0.0:
-            return {}, {"train/entropy": mean_metric(-tokens.logp, tokens.weights)}
+            return {}, {"train/entropy": -tokens.logp.detach()}
         assert replay.entropy is not None, "the stage was asked for the entropy and returned none"
-        bonus = {"train/entropy_loss": -self.entropy_coef * replay.entropy}
-        return bonus, {"train/entropy": mean_metric(replay.entropy, tokens.weights)}
+        return {"train/entropy_loss": -self.entropy_coef * replay.entropy}, {"train/entropy": replay.entropy.detach()}
 
     def reference_kl(self, tokens: Tokens, rows: TokenRows, part: Part) -> Float[Tensor, "sum_L"]:
         """[sum L] KL to the reference, nats: of pi_theta with graph in the loss, of pi_old in the reward."""
@@ -292,24 +292,27 @@ class TokenLoss(PolicyGradient[AnyTokenStage, PackedSegment]):
         """[] the sum of all terms, which the stack divides by `count`, and each term already divided as a metric."""
         shares = token_shares(self.loss_agg_mode, tokens.rows, rows.weight, self.horizon)
         count = token_count(self.loss_agg_mode, tokens.rows, rows.weight)
-        sums = {name: weighted_sum(term, shares) for name, term in terms.items()}
-        metrics = {name: Metric(total.detach(), count, "mean") for name, total in sums.items()}
-        total_per_token = torch.stack(list(terms.values())).sum(0)
-        metrics[LOSS_RMS] = Metric.rms(total_per_token.detach(), shares)
-        return torch.stack(list(sums.values())).sum(), metrics
+        stacked = torch.stack(list(terms.values()))
+        sums = torch.where(shares > 0, shares * stacked, 0.0).sum(1)
+        totals = zip(terms, sums.detach().unbind(), strict=True)
+        metrics = {name: Metric(total, count, "mean") for name, total in totals}
+        metrics[LOSS_RMS] = Metric.rms(stacked.detach().sum(0), shares)
+        return sums.sum(), metrics
 
 
 @torch.no_grad()
-def surrogate_metrics(surrogate: Surrogate, weights: Float[Tensor, "sum_L"]) -> Metrics:
-    """Distance of the policy from the one that sampled. Tokens of weight 0 are ignored."""
-    log_ratio = with_zero_appended(surrogate.log_ratio.detach())
-    extremes = {
-        "train/ratio_min": Metric.min(log_ratio.min().exp()),
-        "train/ratio_max": Metric.max(log_ratio.max().exp()),
-    }
-    spread = spread_metrics(surrogate.log_ratio.detach(), weights)
-    outside = fraction_metrics(surrogate.above, surrogate.below, weights)
-    return spread | extremes | outside | surrogate.metrics
+def surrogate_metrics(
+    surrogate: Surrogate, means: Mapping[str, Float[Tensor, "sum_L"]], weights: Float[Tensor, "sum_L"]
+) -> Metrics:
+    """Distance of the policy from the one that sampled, and the weighted means of further values.
+
+    Tokens of weight 0 are ignored.
+    """
+    log_ratio = surrogate.log_ratio.detach()
+    smallest, largest = torch.aminmax(with_zero_appended(log_ratio))
+    extremes = {"train/ratio_min": Metric.min(smallest.exp()), "train/ratio_max": Metric.max(largest.exp())}
+    spread = spread_metrics(log_ratio, weights, {**clip_fractions(surrogate.above, surrogate.below), **means})
+    return spread | extremes | surrogate.metrics
 
 
 @torch.no_grad()

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from unirl.models.base import CanaryOutput
-from unirl.models.chunks import padded_rows
 from unirl.models.language.stage import TokenReplay, ValueGradient
 from unirl.models.policies.networks import HIDDEN, PARTS, Activation, ObservationValueHead, Outputs, PolicyNetwork
 from unirl.models.value_head import TokenValueHead
 from unirl.sde.noise import key_seed
-from unirl.types.batch import Batch, row, take_rows
+from unirl.types.batch import Batch, row
 from unirl.types.conditions import Conditions
 from unirl.types.device import to_device, to_host
 from unirl.types.environments import INSTRUCTION, Observations
@@ -158,10 +157,8 @@ class ActionStage:
 
     def _rows(self, values: Tensor, count: int, device: torch.device) -> Tensor:
         """The rows on the device of the network, padded so that their bits do not depend on their number."""
-        values = to_device(values, device)
-        if count % self.facts.batch_multiple == 0:
-            return values
-        return take_rows(values, padded_rows(count, self.facts.batch_multiple))
+        values, missing = to_device(values, device), -count % self.facts.batch_multiple
+        return torch.cat([values, values[:1].expand(missing, *values.shape[1:])]) if missing else values
 
 
 WITH_CACHE = (5, 24)

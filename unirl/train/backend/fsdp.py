@@ -209,19 +209,21 @@ class FSDPBackend(TrainBackend):
         for layout in self.layouts:
             layout.reshard()
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.drop_gradients()
         self._average("update", self.updates)
         self.updates += 1
         self.skipped_in_a_row = 0
         return self._stats(sizes, lr)
 
     def drop_gradients(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
+        for layout in self.layouts:
+            for shard in layout.shards.values():
+                shard.grad = None
 
     def set_gradient_aside(self) -> float:
         norm = float(torch.stack([layout.gradient_norm() for layout in self.layouts]).norm())
         self.aside.append({name: shard.grad for name, shard in self._all_shards().items()})
-        self.optimizer.zero_grad(set_to_none=True)
+        self.drop_gradients()
         return norm
 
     def join_gradients(self, factors: Sequence[float]) -> None:
@@ -245,7 +247,7 @@ class FSDPBackend(TrainBackend):
         bad = [i for i, grad in enumerate(gradients) if grad is not None and not grad.isfinite().all()]
         [negative] = self.rank.max_over_dp([-(bad[0] if bad else len(names))])
         culprit = [*names, "loss"][-negative]  # the smallest index over the ranks
-        self.optimizer.zero_grad(set_to_none=True)
+        self.drop_gradients()
         self.skipped_in_a_row += 1
         return self._stats(norms, lr, culprit)
 

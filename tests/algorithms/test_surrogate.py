@@ -12,6 +12,7 @@ from unirl.algorithms.shared.surrogate import (
     clip_fractions,
     clip_scale,
     clipped_surrogate,
+    element_metrics,
     guard_log_ratio,
     masked_surrogate,
     spread_metrics,
@@ -212,6 +213,25 @@ def test_ratio_statistics_use_elements_of_positive_weight_for_any_split() -> Non
     assert result["train/clip_fraction_low"] == pytest.approx(float((ratio < 1 - 1e-4).double().mean()))
     assert result["train/clip_fraction"] == pytest.approx(
         result["train/clip_fraction_high"] + result["train/clip_fraction_low"]
+    )
+
+
+def test_metrics_of_one_pass_are_the_weighted_moments_of_each_value() -> None:
+    generator = torch.Generator().manual_seed(2)
+    first, second, third = torch.randn(3, 4, 5, generator=generator).double()
+    weights = torch.rand(4, 5, generator=generator).double()
+    weights[1], first[1], third[1] = 0.0, torch.nan, torch.inf
+    result = values(element_metrics({"mean": first, "share": second > 0}, {"std": third}, weights))
+    kept = [0, 2, 3]
+    share = weights[kept] / weights.sum()
+    center = (share * third[kept]).sum()
+    assert result == pytest.approx(
+        {
+            "mean": float((share * first[kept]).sum()),
+            "share": float((share * (second[kept] > 0)).sum()),
+            "std": float((share * (third[kept] - center) ** 2).sum().sqrt()),
+        },
+        rel=1e-12,
     )
 
 

@@ -131,8 +131,8 @@ class Sharding:
     def clip(self, norm: Tensor, max_grad_norm: float) -> None:
         """Scale the gradients down to a total norm of `max_grad_norm`. `norm` is their current total norm."""
         gradients = [shard.grad for shard in self.shards.values() if shard.grad is not None]
-        # As torch's function of this name, which first sorts the gradients by device and dtype.
-        torch._foreach_mul_(gradients, (max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
+        if gradients:  # As torch's clip_grads_with_norm_, which first sorts the gradients by device and dtype.
+            torch._foreach_mul_(gradients, (max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
         """The sum of a scalar over the ranks, [] float64."""

@@ -2,13 +2,12 @@
 
 import json
 import time
-from argparse import Namespace
 from dataclasses import replace
 
 import pytest
 import yaml
 
-from unirl.cli.auto_plan import seconds_of, show_placements
+from unirl.cli.auto_plan import line_of, measured_in_run, seconds_of
 from unirl.config.errors import UniRLError
 from unirl.config.load import load
 from unirl.plan.auto_placement import MeasuredStep, best_placements, candidates, measured_on
@@ -162,17 +161,17 @@ def test_a_device_without_room_is_refused_with_the_size():
         best_placements(recipe, [], measured_on(recipe.config, SECONDS), 4, small)
 
 
-def test_a_run_whose_steps_vary_leads_to_a_free_order(tmp_path, capsys):
-    words = [CPU, RATIO, "num_devices=2", "placement.train=0", "placement.rollout=1"]
-    tree = load(SEPARATE, words).public()
+def test_a_run_whose_steps_vary_leads_to_a_free_order(tmp_path):
+    loaded = load(SEPARATE, [CPU, RATIO, "num_devices=2", "placement.train=0", "placement.rollout=1"])
+    tree = loaded.public()
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "resolved.yaml").write_text(yaml.safe_dump(tree))
     times = [{"time/generate": 9.0}] + [{"time/generate": each, "time/train": 4.0} for each in [6.0, 2.0] * 15]
     lines = [json.dumps(row | {"step": number, "time/step": 1.0}) for number, row in enumerate(times, 1)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    options = Namespace(run=str(tmp_path), seconds=None, devices=None, device="h100", json=False)
-    assert show_placements(SEPARATE, words, options) == 0
-    title, best, setting, *_ = capsys.readouterr().out.splitlines()
-    assert title.endswith("generate 4, score 0, train 4, sync 0")  # the first step of a run is left out
-    assert best.startswith("1. 4 s a step") and best.endswith("determinism class statistical")
-    assert FREE in setting.split()
+    measured = measured_in_run(loaded.config, tree, tmp_path)
+    assert (measured.seconds.generate, measured.seconds.train) == (4.0, 4.0)  # the first step of a run is left out
+    best = min(candidates(loaded.config, measured, 2), key=lambda each: each.prediction.step_seconds)
+    assert best.prediction.step_seconds == pytest.approx(4.0)
+    first, second = line_of(best).splitlines()
+    assert first.endswith("determinism class statistical") and FREE in second.split()

@@ -43,12 +43,13 @@ def show_placements(name: str, overrides: Sequence[str], options: Namespace) -> 
         return 0
     print(f"{recipe.file.name} on {num_devices} devices ({device.name}), from seconds of a step: {_text(measured)}")
     for rank, each in enumerate(found, 1):
-        print(f"{rank}. {_line(each)}")
+        print(f"{rank}. {line_of(each)}")
     print("Times scale with the rows of a device. max_staleness > 0 trains on older samples: docs/asynchronous.md")
     return 0
 
 
-def _line(candidate: PlacementCandidate) -> str:
+def line_of(candidate: PlacementCandidate) -> str:
+    """A placement on two lines: its step, and its settings."""
     peak = "" if candidate.peak_gib is None else f"; peak {candidate.peak_gib:,.1f} GiB"
     step = candidate.prediction.step_seconds
     determinism = "" if candidate.determinism == "bitwise" else f"; determinism class {candidate.determinism}"
@@ -68,7 +69,7 @@ def _measured(config: RecipeConfig, tree: dict[str, object], options: Namespace)
         )
     if options.seconds is not None:
         return measured_on(config, *seconds_of(options.seconds))
-    return _of_run(config, tree, Path(options.run))
+    return measured_in_run(config, tree, Path(options.run))
 
 
 def seconds_of(text: str) -> tuple[PhaseSeconds, list[float]]:
@@ -107,7 +108,7 @@ def _over_mean(seconds: Sequence[float]) -> list[float]:
     return [each / mean if mean else 1.0 for each in seconds]
 
 
-def _of_run(config: RecipeConfig, tree: dict[str, object], root: Path) -> MeasuredStep:
+def measured_in_run(config: RecipeConfig, tree: dict[str, object], root: Path) -> MeasuredStep:
     """The median seconds of the phases of a run, without its first step; of generation also each of the last steps.
 
     Raises:

@@ -199,7 +199,9 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[StageT, SegmentT]):
         """Metrics of the difference between the engine's record and `outputs` of the same weights."""
         return {}
 
-    def element_values(self, rows: RolloutTrack[SegmentT], part: Part, result: LossResult) -> dict[str, Tensor]:
+    def element_values(
+        self, rows: RolloutTrack[SegmentT], part: Part, result: LossResult
+    ) -> dict[str, Float[Tensor, "*elements"]]:
         """Detached values of the elements of a part by name, to be shown to people. None by default."""
         return {}
 
@@ -288,7 +290,9 @@ class PolicyGradient(StageAlgorithm[StageT, SegmentT]):
     def kl_controller(self) -> KLController | None:
         return None if self.kl_adaptive is None else KLController(self.kl_adaptive)
 
-    def element_values(self, rows: RolloutTrack[SegmentT], part: Part, result: LossResult) -> dict[str, Tensor]:
+    def element_values(
+        self, rows: RolloutTrack[SegmentT], part: Part, result: LossResult
+    ) -> dict[str, Float[Tensor, "*elements"]]:
         """`log_ratio`: log-prob under the weights that are trained minus the recorded one, nats. `advantage`."""
         values = {"log_ratio": result.outputs["logp"] - rows.segment.recorded(part)}
         return values if result.advantages is None else {**values, "advantage": result.advantages}

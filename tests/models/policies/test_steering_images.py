@@ -150,6 +150,8 @@ def test_an_export_has_both_policies(family: str, tmp_path: Path) -> None:
     bundle = SteeredBundle(seed=1, frozen=inner, bound=0.7, shared=True, width=8)
     state = {name: tensor + 0.1 for name, tensor in bundle.trainable().state_dict().items()}
     bundle.write(tmp_path / "export", state).rename(tmp_path / "moved")
+    texts = [file for file in (tmp_path / "moved").rglob("*.json") if str(tmp_path) in file.read_text("utf-8")]
+    assert texts == [], "an export names the folder that it was written to"
     bundle.trainable().load_state_dict(state)
     again = PolicyBundle.from_files(path=str(tmp_path / "moved"))
     noise, seen = torch.randn(3, stage_of(bundle).chain.width), seen_by(inner)

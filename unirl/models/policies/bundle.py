@@ -499,6 +499,7 @@ class SteeredBundle(PolicyBundle):
         inner = self.inner.write(folder / FROZEN, self.inner.trainable().state_dict())
         if not isinstance(self.inner, PolicyBundle):
             settings = {SPECIAL: dotted_name(type(self.inner)), **self.inner.settings_for(inner)}
+            del settings["path"]  # the folder may move, and `opener_of` knows where it is
             (inner / BUNDLE).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
         return super().write(folder, tensors)
 

@@ -70,6 +70,24 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
     return ByFileAndRay(config, log)
 
 
+class FailuresAtOnce:
+    """Names each failed test when it has failed: a run of many minutes that is cut off has no summary."""
+
+    def __init__(self, reporter: pytest.TerminalReporter) -> None:
+        self.reporter = reporter
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.reporter.write_line(f"FAILED {report.nodeid} ({report.when})")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(FailuresAtOnce(reporter))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Where tests are shared, the long groups begin first, so that no worker is left with one at the end."""
     unlisted = {file_of(item.nodeid) for item in items if needs_ray(item)} - set(NEED_RAY)

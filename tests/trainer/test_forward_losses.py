@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -98,9 +99,9 @@ def test_online_preferences_train_the_best_and_the_worst_of_each_group(tmp_path:
         trained: list[RolloutTrack] = []
         learn = trainer.policy.roles.stack.train_track
 
-        def watch(track: RolloutTrack, now: TrainingProgress) -> TrainStepResult:
+        def watch(track: RolloutTrack, now: TrainingProgress, shown: Collection[str]) -> TrainStepResult:
             trained.append(track)
-            return learn(track, now)
+            return learn(track, now, shown)
 
         trainer.policy.roles.stack.methods["train_track"] = watch
         trainer.train()

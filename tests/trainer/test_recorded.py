@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -69,9 +70,9 @@ def watched(trainer: Trainer) -> list[tuple[RolloutTrack, torch.Tensor]]:
     trained: list[tuple[RolloutTrack, torch.Tensor]] = []
     learn = trainer.policy.roles.stack.train_track
 
-    def watch(track: RolloutTrack, now: TrainingProgress) -> TrainStepResult:
+    def watch(track: RolloutTrack, now: TrainingProgress, shown: Collection[str]) -> TrainStepResult:
         trained.append((track, trainer.rollout.preview(track.decoded).pixels))
-        return learn(track, now)
+        return learn(track, now, shown)
 
     trainer.policy.roles.stack.methods["train_track"] = watch
     return trained

@@ -191,7 +191,7 @@ def test_a_squashed_policy_with_a_std_of_085_begins_with_nearly_uniform_actions(
 
     assert distance(-0.16) < 0.02
     assert distance(-1.5) > 0.2
-    with pytest.raises(InvalidValueError, match=r"bundle\.log_std must lie in \(-5, 2\)"):
+    with pytest.raises(InvalidValueError, match=r"bundle\.log_std must lie in \(-20, 2\)"):
         GaussianBundle(observations=2, actions=2, squashed=True, log_std=2.0)
 
 

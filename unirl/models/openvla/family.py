@@ -23,7 +23,7 @@ from unirl.models.loading.dtypes import cast_module
 from unirl.models.loading.hub import quiet_libraries, read_json
 from unirl.models.loading.toy_tokenizers import llama_tokenizer
 from unirl.models.openvla.actions import STATISTICS, scale_of, statistics_of
-from unirl.models.openvla.network import Config, DecisionPart, DecodingOrder, OpenVLAPolicy
+from unirl.models.openvla.network import Config, DecisionPart, DecodingOrder, OpenVLAPolicy, text_config
 from unirl.models.openvla.vision_towers import TOWERS
 from unirl.models.policies.bundle import positive
 from unirl.models.policies.instructed import CONFIG, Settings, StoredPolicyBundle, instructed_facts
@@ -124,7 +124,7 @@ class OpenVLABundle(StoredPolicyBundle):
             lora_targets=LORA_TARGETS,
             has_parts=True,
             tokens=len(shapes) * patches + settings["chunk"] * settings["actions"],
-            hidden_size=config["text_config"]["hidden_size"],
+            hidden_size=text_config(config).hidden_size,
         )
 
     @classmethod

@@ -23,13 +23,20 @@ from unirl.models.policies.networks import HIDDEN, PARTS, Outputs, PolicyNetwork
 from unirl.types.environments import INSTRUCTION, ContinuousActions, Observations
 
 if TYPE_CHECKING:
-    from transformers import DynamicCache
+    from transformers import DynamicCache, LlamaConfig
 
 DecodingOrder = Literal["autoregressive", "parallel"]
 DecisionPart = Literal["token", "action", "chunk"]
 Config = Mapping[str, Any]
 END = 2
 """`</s>` of Llama 2, which follows the action tokens of a sequence that is decoded in parallel."""
+
+
+def text_config(config: Config) -> LlamaConfig:
+    """The sizes of the language model. The published file names few; the others have the defaults of the class."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**{"attn_implementation": "sdpa", **config["text_config"]})
 
 
 class OpenVLAPolicy(PolicyNetwork):
@@ -64,7 +71,7 @@ class OpenVLAPolicy(PolicyNetwork):
                 nothing but the chunk.
             scale: from numbers in [-1, 1] to actions of the robot. None: the numbers are the actions.
         """
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers import LlamaForCausalLM
 
         super().__init__()
         self.cameras, self.chunk, self.action_size, self.decoding = tuple(cameras), chunk, actions, decoding
@@ -75,7 +82,7 @@ class OpenVLAPolicy(PolicyNetwork):
         self.vocabulary = config["text_config"]["vocab_size"] - config["pad_to_multiple_of"]
         self.centres = bin_centres(self.num_bins)
         self.vision_backbone = VisionBackbone(config["timm_model_ids"], config["image_sizes"])
-        text = LlamaConfig(**{"attn_implementation": "sdpa", **config["text_config"]})
+        text = text_config(config)
         self.projector = Projector(self.vision_backbone.width, text.hidden_size)
         self.language_model = LlamaForCausalLM(text)
 

@@ -2,7 +2,7 @@
 
     python benchmarks/control.py --json benchmarks/control.json --tasks cartpole_ppo pendulum_sac --seeds 1 2 3
     python benchmarks/control.py --json benchmarks/control.json --tasks reacher_sac --systems unirl
-    python benchmarks/control.py --json benchmarks/control.json --tasks --picture docs/images/control.png
+    python benchmarks/control.py --json benchmarks/control.json --tasks --plot docs/images/control.png
 
 Both systems have one thread, networks of the same sizes, the same discount, rates and batch sizes, and are judged by
 the most likely actions on the same 16 starts, those of our evaluations. A run is a process of its own; its seconds are
@@ -239,7 +239,7 @@ SYSTEMS = {"unirl": "UniRL", "sb3": "Stable-Baselines3"}
 ALGORITHMS = {"ppo": "PPO", "sac": "SAC", "crossq": "CrossQ"}
 
 
-def picture(runs: Sequence[Mapping[str, Any]]) -> Image.Image:
+def plot(runs: Sequence[Mapping[str, Any]]) -> Image.Image:
     """The mean returns over seeds, with a band of +- a standard error, two diagrams in a row."""
     rows, diagrams = summary(runs), []
     for tasks in PANELS:
@@ -266,7 +266,7 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", choices=["unirl", "sb3"], default=["unirl", "sb3"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--picture", type=Path, help="write the curves of the file to this PNG")
+    parser.add_argument("--plot", type=Path, help="write the curves of the file to this PNG")
     parser.add_argument("--one", nargs=2, metavar=("TASK", "SEED"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -284,8 +284,8 @@ def main() -> None:
                 if options.json:
                     content = {"machine": machine(), "starts": STARTS, "summary": summary(known), "runs": known}
                     options.json.write_text(json.dumps(content, indent=1) + "\n")
-    if options.picture:
-        picture(known).save(options.picture, optimize=True)
+    if options.plot:
+        plot(known).save(options.plot, optimize=True)
     for row in summary(known):
         print(json.dumps(row))
 

@@ -252,7 +252,7 @@ def _of_split(
 
 
 def _words(config: RecipeConfig, split: DeviceSplit, order: AsynchronousConfig, parts: int) -> tuple[str, ...]:
-    """What sets a split and its schedule on the command line."""
+    """The settings of the command line for a split and its schedule."""
     plan, train = plan_of(config), spell(range(split.num_train))
     sampling = split.num_train + split.num_rollout
     total = sampling + split.num_reward
@@ -271,7 +271,7 @@ def _words(config: RecipeConfig, split: DeviceSplit, order: AsynchronousConfig, 
 
 
 def _named(order: AsynchronousConfig, own: AsynchronousConfig) -> Iterator[str]:
-    """What sets the order of events on the command line, where it is unlike the default or the recipe's."""
+    """The settings of the command line for an order of events, where it differs from the default or the recipe's."""
     for each in fields(order):
         value = getattr(order, each.name)
         if each.name != "max_staleness" and (value != each.default or value != getattr(own, each.name)):

@@ -118,13 +118,13 @@ class SteeredStage(ActionStage):
         return self.chain.executed(points)
 
     def _features(self, observations: Observations) -> Features:
-        """What the frozen policy makes of the observations [N, *shape], with the rows that pad a forward."""
+        """The features that the frozen policy computes of observations [N, *shape], with the rows that pad a forward."""
         shown = self._padded(observations, len(next(iter(observations.values()))), self._device())
         with self.frozen.autocast():
             return self.chain.parameters_of(shown)
 
     def _read(self, observations: Observations, features: Features) -> Observations:
-        """What the trained policy reads: the observations, or their vectors and the normed state of the frozen policy.
+        """The inputs of the trained policy: the observations, or their vectors and the normed state of the frozen policy.
 
         That state has mean 0 and variance 1 in each row, whatever the scale of the frozen network.
         """

@@ -271,7 +271,7 @@ def _words(config: RecipeConfig, split: DeviceSplit, order: AsynchronousConfig, 
 
 
 def _named(order: AsynchronousConfig, own: AsynchronousConfig) -> Iterator[str]:
-    """The settings of the command line for an order of events, where it differs from the default or the recipe's."""
+    """The settings of the command line for an order of events that is not the default or the recipe's."""
     for each in fields(order):
         value = getattr(order, each.name)
         if each.name != "max_staleness" and (value != each.default or value != getattr(own, each.name)):

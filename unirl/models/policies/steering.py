@@ -124,7 +124,7 @@ class SteeredStage(ActionStage):
             return self.chain.parameters_of(shown)
 
     def _read(self, observations: Observations, features: Features) -> Observations:
-        """The inputs of the trained policy: the observations, or their vectors and the normed state of the frozen policy.
+        """What the trained policy is given: the observations, or their vectors and the frozen policy's normed state.
 
         That state has mean 0 and variance 1 in each row, whatever the scale of the frozen network.
         """

@@ -118,7 +118,7 @@ class SteeredStage(ActionStage):
         return self.chain.executed(points)
 
     def _features(self, observations: Observations) -> Features:
-        """The features that the frozen policy computes of observations [N, *shape], with the rows that pad a forward."""
+        """The features that the frozen policy computes of observations [N, *shape], with rows that pad a forward."""
         shown = self._padded(observations, len(next(iter(observations.values()))), self._device())
         with self.frozen.autocast():
             return self.chain.parameters_of(shown)

@@ -116,7 +116,7 @@ LOADED = LoadedLibraries()
 
 
 def pytest_collection() -> None:
-    """What is imported stays, so that nothing is to be collected before `LOADED` exempts it."""
+    """Pause garbage collection while tests are imported: these objects stay until the process ends."""
     gc.disable()
 
 

@@ -97,4 +97,4 @@ def test_losses_on_decisions_reach_the_best_policy(loss, seed, tmp_path) -> None
 def test_sac_reaches_the_best_policy(seed, tmp_path) -> None:
     """After 3,200 decisions, and as many updates. Seeds 1 to 6 close 95 to 99 %."""
     share = share_closed(tmp_path / "run", "embodied/pendulum_sac", *SAC, f"sampling.seed={seed}", bound=SAC_BOUND)
-    assert 0.93 < share <= 1.0, share
+    assert 0.95 < share <= 1.0, share

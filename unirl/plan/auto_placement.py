@@ -93,7 +93,7 @@ class PlacementCandidate:
     relation: Literal["shared", "in turns", "ahead"]
     """The roles share all devices, wait for each other on devices of their own, or generate ahead."""
     determinism: Literal["bitwise", "statistical"] = "bitwise"
-    """Whether a second run is equal bit for bit, or in distribution only."""
+    """`bitwise`: a second run has the same bits. `statistical`: it has the same distribution."""
     peak_gib: float | None = None
     """The highest peak of memory on a device. None if the recipe's bundle cannot say its sizes."""
 

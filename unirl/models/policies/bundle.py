@@ -56,7 +56,7 @@ class ActionBundle(Bundle):
 
     facts: ActionFacts
     path: str
-    """Where its weights come from: a folder, a hub id, or words."""
+    """The source of its weights: a folder, a hub id, or a description such as "new weights"."""
 
     @abstractmethod
     def stage(self) -> ActionStage: ...

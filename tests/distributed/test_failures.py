@@ -120,6 +120,19 @@ def test_workers_are_replaced_after_a_death(ray_pool) -> None:
 
 
 @pytest.mark.slow
+def test_a_worker_that_starts_may_take_longer_than_earlier_calls(ray_pool, monkeypatch) -> None:
+    for name, seconds in {"deadlines.LEAST_S": 0.2, "ray_pool.ANSWER_S": 0.1}.items():  # a start takes seconds
+        monkeypatch.setattr(f"unirl.distributed.group.{name}", seconds)
+    for _ in range(ENOUGH):
+        ray_pool.group(PAIR).place(Remote("camera", Camera))
+        ray_pool.clear()
+    assert ray_pool.learned.limit_s("starting the workers") < 60.0
+    ray_pool.kill([worker for worker in ray_pool.worker_refs.values() if worker.location.index == 1])
+    ray_pool.clear()
+    assert ray_pool.group(PAIR).place(Remote("camera", Camera)).total() == 3.0
+
+
+@pytest.mark.slow
 def test_a_deadlock_ends_with_the_stacks_of_all_ranks(ray_pool, saboteur, tmp_path_factory, monkeypatch) -> None:
     monkeypatch.setattr("unirl.distributed.group.ray_pool.ANSWER_S", 120.0)  # workers of a busy machine answer late
     tmp_path, begun = tmp_path_factory.mktemp("stacks"), tmp_path_factory.mktemp("begun")

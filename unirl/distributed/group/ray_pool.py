@@ -132,8 +132,8 @@ class RayPool(ProcessPool):
         """The results of calls, in order. Raises the first cause when a call fails or any worker of the pool dies.
 
         The deadline is for the time without progress of each rank that has not returned. The workers are asked for it
-        only when so much time has passed. A worker whose process does not even answer is frozen; it is found earlier,
-        after ten times the median duration of the same call (`LearnedDeadlines`).
+        only when so much time has passed. A worker that has started and does not even answer is frozen; it is found
+        earlier, after ten times the median duration of the same call (`LearnedDeadlines`).
 
         Workers that do not return after a failure are killed: they may wait for a rank that never comes. Errors name
         the phase that the driver is in.
@@ -201,7 +201,9 @@ class RayPool(ProcessPool):
     def _silence(
         self, calls: Mapping[ObjectRef, WorkerRef], waiting: Sequence[ObjectRef], asked_s: float
     ) -> tuple[dict[str, float], set[str]]:
-        """Seconds without progress of each rank that is waited for, and the ranks that do not answer.
+        """Seconds without progress of each rank that is waited for, and the ranks whose running worker does not answer.
+
+        A worker that still starts cannot answer, and how long it takes does not follow from earlier calls.
 
         Args:
             asked_s: the time since the call, which is the most that a rank can have been silent.
@@ -209,13 +211,14 @@ class RayPool(ProcessPool):
         import ray
 
         names = {ref: f"rank {rank}, {worker}" for rank, (ref, worker) in enumerate(calls.items()) if ref in waiting}
+        running = {name for ref, name in names.items() if calls[ref].process_info.pid}
         asked = {calls[ref].actor.silent_s.remote(): name for ref, name in names.items()}
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S)
         silent = dict.fromkeys(asked.values(), asked_s)  # a worker that does not answer makes no progress
         for ref in answered:
             with suppress(ray.exceptions.RayError):  # it is gone, as `ray.wait` will say
                 silent[asked[ref]] = min(ray.get(ref), asked_s)
-        return silent, {name for ref, name in asked.items() if ref not in answered}
+        return silent, running - {asked[ref] for ref in answered}
 
     def _stacks(self) -> dict[str, ThreadStacks]:
         """The stacks of every worker, by its name in messages."""

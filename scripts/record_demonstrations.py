@@ -1,8 +1,9 @@
-"""Records episodes of Meta-World's scripted expert, or of an exported policy, as a data set of Minari.
+"""Records episodes of Meta-World's scripted expert, an exported policy or random actions as a data set of Minari.
 
     python scripts/record_demonstrations.py push-v3 --out demonstrations/push    # seconds
     python scripts/record_demonstrations.py reach-v3 --policy runs/RUN/export/CHECKPOINT/full --out demonstrations/reach
     python scripts/record_demonstrations.py HalfCheetah-v5 --policy FOLDER --out demonstrations/cheetah
+    python scripts/record_demonstrations.py Reacher-v5 --policy random --out demonstrations/random
 
 It needs pip install 'unirl[metaworld,minari]'. TASK is a task of Meta-World, or an id of Gymnasium, which has no
 expert. A recipe reads the data set with `stack.offline: {path: FOLDER}`. The recorded actions are those that the
@@ -48,8 +49,13 @@ def environment_of(task: str, max_steps: int) -> Environment:
     return GymnasiumEnvironment(id=task, max_steps=max_steps)
 
 
-def actor_of(task: str, policy: str | None, generator: torch.Generator) -> Act:
-    """The expert of a task of Meta-World, or an exported policy, which draws its actions."""
+def actor_of(task: str, policy: str | None, env: Environment, generator: torch.Generator) -> Act:
+    """The expert of a task of Meta-World, an exported policy, which draws its actions, or uniform actions."""
+    if policy == "random":
+        space = env.spaces.actions
+        if isinstance(space, ContinuousActions):
+            return lambda seen: 2 * torch.rand(1, 1, space.size, generator=generator) - 1
+        return lambda seen: torch.randint(space.count, (1, 1), generator=generator)
     if policy is None:
         expert = MetaWorldExpert(task=task)
         return lambda seen: expert.label(seen)[:, None]
@@ -131,7 +137,7 @@ def write(env: Environment, buffers: list[Any], out: Path, task: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", help="a task of Meta-World such as push-v3, or an id of Gymnasium")
-    parser.add_argument("--policy", help="folder of an exported policy; absent: the scripted expert")
+    parser.add_argument("--policy", help="folder of an exported policy, or random; absent: the scripted expert")
     parser.add_argument("--episodes", type=int, default=10)
     parser.add_argument("--max-steps", type=int, default=100, help="steps of an episode")
     parser.add_argument("--noise", type=float, default=0.0, help="standard deviation of the noise on actions")
@@ -142,7 +148,7 @@ def main() -> int:
         parser.error(f"--out {options.out} exists. Give another folder, or remove it")
     generator = torch.Generator().manual_seed(key_seed(options.seed, "noise"))
     with closing(environment_of(options.task, options.max_steps)) as env:
-        act = actor_of(options.task, options.policy, generator)
+        act = actor_of(options.task, options.policy, env, generator)
         found = [record(env, act, number, options, generator) for number in range(options.episodes)]
         write(env, [buffer for buffer, _, _ in found], options.out, options.task)
     returns = [total for _, total, _ in found]

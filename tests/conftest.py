@@ -18,8 +18,15 @@ settings.load_profile("unirl")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    words = "runs that tests/trainer/test_kill_and_resume.py kills in the full tier (default 8)"
-    parser.addoption("--kills", type=int, default=8, help=words)
+    words = "runs that tests/trainer/test_kill_and_resume.py kills in the full tier (default 6)"
+    parser.addoption("--kills", type=int, default=6, help=words)
+    words = "seeds of tests marked seeds: 3 are the evidence, 1 the everyday check (default 1)"
+    parser.addoption("--seeds", type=int, default=1, help=words)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.definition.get_closest_marker("seeds"):
+        metafunc.parametrize("seed", range(1, metafunc.config.getoption("seeds") + 1))
 
 
 @pytest.fixture(scope="session", autouse=True)

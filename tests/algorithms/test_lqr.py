@@ -11,6 +11,7 @@ import torch
 import unirl
 from unirl.envs.gymnasium import GymnasiumEnvironment
 from unirl.models.policies.bundle import PolicyBundle
+from unirl.models.policies.networks import PolicyNetwork
 from unirl.testing.toy_environments import BOUND, riccati
 from unirl.types.environments import EpisodeStart, Observations
 
@@ -42,13 +43,18 @@ SAC = (
 )  # fmt: skip
 
 
+def linear_system(bound: float) -> GymnasiumEnvironment:
+    """The system whose actions move by at most `bound`."""
+    return GymnasiumEnvironment(id=ID, kwargs={"bound": bound})
+
+
 def cost_of(act, bound: float = BOUND) -> torch.Tensor:
     """[EPISODES] costs of episodes with the same starts and the same noise, whatever acts.
 
     Args:
         act: gives actions [EPISODES, 1] for observations and the number of the step.
     """
-    environment = GymnasiumEnvironment(id=ID, kwargs={"bound": bound})
+    environment = linear_system(bound)
     slots = list(range(EPISODES))
     observations = environment.reset(slots, [EpisodeStart(seed=slot) for slot in slots])
     total = torch.zeros(EPISODES)
@@ -67,24 +73,30 @@ def bounds(bound: float) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def share_closed(folder: Path, recipe: str, *settings: str, bound: float = BOUND) -> float:
-    """How far the trained policy, which takes its most likely actions, comes from doing nothing to the best policy."""
+    """`share_of` of the policy that a recipe trains."""
     run = unirl.Run(recipe, *SHORT, *settings, f"run.dir={folder}")
     run.train()
     [file] = run.export()
-    policy = PolicyBundle.from_files(torch.device("cpu"), path=str(file.path))
+    policy = PolicyBundle.from_files(torch.device("cpu"), path=str(file.path)).trainable()
+    assert isinstance(policy, PolicyNetwork)
+    return share_of(policy, bound)
+
+
+def share_of(policy: PolicyNetwork, bound: float) -> float:
+    """How far a policy, which takes its most likely actions, comes from doing nothing to the best policy."""
 
     def act(observations: Observations, time: int) -> torch.Tensor:
-        noise = torch.zeros(EPISODES, *policy.trainable().noise_shape)
+        noise = torch.zeros(EPISODES, *policy.noise_shape)
         with torch.no_grad():
-            actions = policy.trainable()(observations, noise=noise, deterministic=True)["actions"]
-        return policy.trainable().executed(actions)[:, 0]
+            actions = policy(observations, noise=noise, deterministic=True)["actions"]
+        return policy.executed(actions)[:, 0]
 
     best, nothing = bounds(bound)
     return 1 - float((cost_of(act, bound) - best).mean() / (nothing - best).mean())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.seeds
 @pytest.mark.parametrize("loss", [PPO, GRPO], ids=["ppo", "grpo"])
 def test_losses_on_decisions_reach_the_best_policy(loss, seed, tmp_path) -> None:
     """They close 97 % of the way from doing nothing to the best policy. PPO with lam=0 closes 61 %."""
@@ -93,7 +105,7 @@ def test_losses_on_decisions_reach_the_best_policy(loss, seed, tmp_path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.seeds
 def test_sac_reaches_the_best_policy(seed, tmp_path) -> None:
     """After 3,200 decisions, and as many updates. Seeds 1 to 6 close 95 to 99 %."""
     share = share_closed(tmp_path / "run", "embodied/pendulum_sac", *SAC, f"sampling.seed={seed}", bound=SAC_BOUND)

@@ -79,7 +79,7 @@ class Whole(Pair):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["joint", "alternating"])
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.seeds
 def test_one_network_reaches_most_of_the_best_joint_reward(seed: int, schedule: str) -> None:
     reward = Whole(seed, schedule).learn(credited)
     assert share(reward, BEST) >= 0.9

@@ -187,7 +187,7 @@ def test_the_start_is_the_closed_form() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.seeds
 def test_both_policies_reach_most_of_the_best_joint_reward(seed: int) -> None:
     reward = Pair(seed).train(credited)
     assert share(reward, BEST) >= 0.9
@@ -211,7 +211,7 @@ def test_one_policy_alone_reaches_its_own_optimum_and_no_more(trained: str, best
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.seeds
 def test_credit_for_the_wrong_choice_does_not(seed: int) -> None:
     assert share(Pair(seed).train(to_the_wrong_parents), BEST) < 0.6
 
@@ -244,7 +244,7 @@ def test_the_optimum_of_the_sum_keeps_two_arms_and_changes_two() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.seeds
 def test_a_chooser_reaches_the_optimum_of_the_sum_of_both_rewards(seed: int) -> None:
     reward = Pair(seed, BONUS).train(credited, ("ar",))
     assert (reward - SUM_AT_START) / (BEST_SUM - SUM_AT_START) >= 0.9
@@ -258,7 +258,7 @@ def test_one_of_the_two_rewards_does_not_lead_there(credit, best: float) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.seeds
 def test_both_policies_reach_most_of_the_joint_optimum_if_the_rewards_agree(seed: int) -> None:
     """The wanted arm has a reward of 2 itself, so the best sum is 2. Without it the flow's optimum is the same."""
     reward = Pair(seed, 2 * torch.eye(ARMS)).train(credited)

@@ -52,7 +52,9 @@ class BehaviourCloning(TransitionLoss):
                 "sampling.expert_share (DAgger), or stack.offline and stack.offline_share=1 (demonstrations alone)"
             )
 
-    def transitions(self, segment: ActionSegment, weight: Float[Tensor, "B"], n_step: int) -> Transitions:
+    def transitions(
+        self, stage: ActionStage, segment: ActionSegment, weight: Float[Tensor, "B"], n_step: int
+    ) -> Transitions:
         assert segment.labels is not None, "check_own_rows refuses rows without labels"
         where = torch.nonzero(counted_decisions(segment, weight))[:, 0]
         return labelled(segment, where, segment.labels[where][:, None])

@@ -10,7 +10,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor, nn
 
-from unirl.algorithms.shared.checks import check_no_expert
+from unirl.algorithms.shared.checks import check_no_expert, check_rewards_of_data
 from unirl.algorithms.shared.critic_ensemble import Critics, check_vectors
 from unirl.algorithms.shared.transition_loss import BatchLoss, TransitionLoss
 from unirl.config.errors import IncompatibleError, InvalidValueError
@@ -111,15 +111,13 @@ class SAC(TransitionLoss):
     def check_sampling(self, sampling: ActionSamplingParams) -> None:
         check_no_expert(sampling)
 
-    def transitions(self, segment: ActionSegment, weight: Float[Tensor, "B"], n_step: int) -> Transitions:
+    def transitions(
+        self, stage: ActionStage, segment: ActionSegment, weight: Float[Tensor, "B"], n_step: int
+    ) -> Transitions:
         return transitions_of(segment, weight, self.gamma, n_step)
 
     def check_demonstrations(self, has_rewards: bool) -> None:
-        if not has_rewards:
-            raise IncompatibleError(
-                "stack.offline: the data set has no rewards, from which SAC learns. Take one with rewards (next.reward "
-                "of LeRobot), or imitate it with unirl.algorithms.imitation.BehaviourCloning"
-            )
+        check_rewards_of_data("SAC", has_rewards)
 
     def demonstrated(self, stage: ActionStage, segment: ActionSegment, n_step: int) -> Transitions:
         found = transitions_of(segment, torch.ones(len(segment)), self.gamma, n_step)

@@ -115,7 +115,7 @@ class ReplayStack(TrainStack):
         before = self.replay.added
         segment = cast(ActionSegment, track.segment)
         if self.num_offline < self.minibatch_size:
-            self.replay.add(self.loss.transitions(segment, track.weight, self.store.n_step))
+            self.replay.add(self.loss.transitions(self.stage, segment, track.weight, self.store.n_step))
         else:
             self.replay.skip(num_decisions(segment, track.weight))
         count = num_updates(before, self.replay.added, self.updates_per_decision)

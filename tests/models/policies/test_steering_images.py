@@ -122,7 +122,7 @@ def test_the_store_holds_what_was_read_before_and_after_each_decision() -> None:
     read = pipeline.stage.encode({"pixels": torch.stack(frames)})[HIDDEN]
     assert list(segment.observations) == [HIDDEN]
     torch.testing.assert_close(segment.observations[HIDDEN], read)
-    made = SAC().transitions(segment, torch.ones(4), 1)
+    made = SAC().transitions(pipeline.stage, segment, torch.ones(4), 1)
     assert 0 < len(made) < len(read), "no episode was cut"
     following = torch.cat([torch.arange(len(read))[1:], torch.tensor([0])])[segment.loss_mask]
     going = made.discounts > 0

@@ -92,7 +92,20 @@ def check_vectors(observations: Mapping[str, Sequence[int]]) -> None:
         )
 
 
-class Critics(nn.Module):
+class KeptModule(nn.Module):
+    """A module whose buffers are saved in checkpoints beside its trained parameters."""
+
+    def state(self) -> dict[str, Shaped[Tensor, "..."]]:
+        """Target networks, running statistics and other buffers, by name."""
+        return dict(self.named_buffers())
+
+    def restore(self, tensors: Mapping[str, Shaped[Tensor, "..."]]) -> None:
+        """Take over what `state` returned."""
+        for name, buffer in self.named_buffers():
+            buffer.copy_(tensors[name])
+
+
+class Critics(KeptModule):
     """E critics: layers of `width` units with ReLU, each normalized on request, and the log of the temperature alpha.
 
     The backend trains it beside the policy, as it trains a value head.
@@ -186,16 +199,17 @@ class Critics(nn.Module):
         live = self.q_parameters()
         torch._foreach_lerp_([self.get_buffer(target_name(name)) for name in live], list(live.values()), tau)
 
-    # The state beside the trained parameters
 
-    def state(self) -> dict[str, Shaped[Tensor, "..."]]:
-        """Target networks and running statistics."""
-        return dict(self.named_buffers())
+class ValueCritics(KeptModule):
+    """Critics Q(o, a), and a network of state values V(o)."""
 
-    def restore(self, tensors: Mapping[str, Shaped[Tensor, "..."]]) -> None:
-        """Take over what `state` returned."""
-        for name, buffer in self.named_buffers():
-            buffer.copy_(tensors[name])
+    def __init__(self, critics: Critics, value: nn.Module) -> None:
+        """
+        Args:
+            value: values [N] of observations by key.
+        """
+        super().__init__()
+        self.critics, self.value = critics, value
 
 
 def target_name(name: str) -> str:

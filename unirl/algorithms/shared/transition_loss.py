@@ -45,7 +45,9 @@ class TransitionLoss(StageAlgorithm[ActionStage, ActionSegment]):
     trains_on_rows: ClassVar[bool] = False
 
     @abstractmethod
-    def transitions(self, segment: ActionSegment, weight: Float[Tensor, "B"], n_step: int) -> Transitions:
+    def transitions(
+        self, stage: ActionStage, segment: ActionSegment, weight: Float[Tensor, "B"], n_step: int
+    ) -> Transitions:
         """The transitions of the policy's own rows that the store keeps."""
 
     @abstractmethod

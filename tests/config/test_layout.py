@@ -142,7 +142,9 @@ def test_settings_without_effect_are_said(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert "RAY_ADDRESS is set and has no effect" in said(TRAINSIDE)
     assert "devices_per_node=1 has no effect" in said(TRAINSIDE, "devices_per_node=1")
-    assert "fewer steps than max_staleness=2" in said(AHEAD, "asynchronous={order: free, steps_ahead: 1, max_staleness: 2}")
+    assert "fewer steps than max_staleness=2" in said(
+        AHEAD, "asynchronous={order: free, steps_ahead: 1, max_staleness: 2}"
+    )
     assert "weight_sync_interval=3 has no effect" in said(TRAINSIDE, "weight_sync_interval=3")
     sharded = "rollout.gather_weights=false"
     assert f"{sharded} has no effect: every device" in said(TRAINSIDE, sharded)

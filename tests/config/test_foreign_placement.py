@@ -199,6 +199,21 @@ def test_groups_of_rlinf_keep_what_ray_needs_before_its_start():
         assert fact in notes
 
 
+@pytest.mark.parametrize(
+    ("num_nodes", "num_devices", "settings", "note"),
+    [
+        (2, 8, {"num_devices": 8, "devices_per_node": 4}, "every role shares every device"),
+        (2, None, {}, "set num_devices to the devices of all nodes together"),
+        (3, 8, {}, "set num_devices to the devices of all nodes together"),
+        (1, 8, {}, "every role shares every device"),
+    ],
+)
+def test_nodes_without_components_are_answered_with_devices_of_each_node(num_nodes, num_devices, settings, note):
+    answer = import_placement({"cluster": {"num_nodes": num_nodes}}, num_devices)
+    assert answer.settings == settings
+    assert note in "\n".join(answer.notes)
+
+
 BROKEN = [
     ("cluster: {component_placement: {actor: '0-3,5-'}}", 2004, "    0-3,5-\n          ^"),
     ("cluster: {component_placement: {actor: 0-3;4}}", 2004, "    0-3;4\n       ^"),
@@ -260,6 +275,11 @@ def test_their_settings_on_a_recipe_are_answered_with_the_line_to_write(words, l
     with pytest.raises(UniRLError) as caught:
         load(SEPARATE, words)
     assert f"Write {line}" in str(caught.value)
+
+
+def test_a_block_that_says_nothing_of_its_own_is_to_be_left_out():
+    with pytest.raises(UniRLError, match="Leave it out\n  component_placement is absent"):
+        load(SEPARATE, ["+cluster.num_nodes=1"])
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from unirl.plan.preflight import preflight
 
 TRAINSIDE = "diffusion/sd3_trainside"
 COLOCATE = "diffusion/sd3_replica_lora_colocate"
+AHEAD = "llm/quickstart_async"
 SEPARATE = "diffusion/sd3_replica_lora_separate"
 LOCAL = ("scale=toy",)
 
@@ -49,6 +50,8 @@ def said(recipe, *overrides):
             "trains all weights, not adapters. Remove the key, or set backend.lora_cfg={}",
         ),
         (SEPARATE, ["runtime=local"], 2020, "train has 4 devices (0-3)"),
+        # An engine on devices of its own would not help this loss.
+        ("diffusion/quickstart_nft", ["asynchronous.max_staleness=1"], 2020, "samples from the snapshot 'old', and"),
         (COLOCATE, ["devices_per_node=3"], 2010, "Use devices_per_node=1|2|4|8"),
         (COLOCATE, ["~sync"], 2020, "Write sync: {_target_: unirl.distributed.weight_sync.sync.EngineSync}"),
         (TRAINSIDE, ["sync._target_=unirl.distributed.weight_sync.sync.EngineSync"], 2020, "Remove the block (~sync)"),
@@ -139,6 +142,9 @@ def test_settings_without_effect_are_said(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert "RAY_ADDRESS is set and has no effect" in said(TRAINSIDE)
     assert "devices_per_node=1 has no effect" in said(TRAINSIDE, "devices_per_node=1")
+    assert "fewer steps than max_staleness=2" in said(
+        AHEAD, "asynchronous={order: free, steps_ahead: 1, max_staleness: 2}"
+    )
     assert "weight_sync_interval=3 has no effect" in said(TRAINSIDE, "weight_sync_interval=3")
     sharded = "rollout.gather_weights=false"
     assert f"{sharded} has no effect: every device" in said(TRAINSIDE, sharded)

@@ -73,9 +73,8 @@ def refuse_foreign_placement(tree: Tree) -> None:
             known = tree.get("num_devices")
             found = import_placement({block: tree[block]}, known if type(known) is int else None)
             notes = "".join(f"\n  {note}" for note in found.notes)
-            raise ConfigError(
-                f"{block}: {owner} places its roles with this block. Write {' '.join(found.words)}{notes}"
-            )
+            answer = f"Write {' '.join(found.words)}" if found.words else "Leave it out"
+            raise ConfigError(f"{block}: {owner} places its roles with this block. {answer}{notes}")
 
 
 def import_placement(tree: Mapping[str, object], num_devices: int | None = None) -> ForeignPlacement:
@@ -256,7 +255,9 @@ def _from_rlinf(cluster: Mapping[str, object], num_devices: int | None) -> Forei
         settings["num_devices"] = len(used)
     if written is None:
         settings |= _per_node(len(used), num_nodes, groups, on_devices)
-    if placement and not used:
+    if not components:
+        settings |= _nodes_alone(num_nodes, num_devices, notes)
+    elif placement and not used:
         notes.append("set num_devices to the number of devices of all nodes together")
     about = [note for label, group in groups.items() for note in group.notes(group.own_label in (written or ()))]
     return ForeignPlacement(settings, (*notes, *about))
@@ -315,6 +316,16 @@ def _per_node(
     named = {part.group for part in parts} & set(groups)
     nodes = {rank for name in named for rank in groups[name].nodes} or set(range(num_nodes))
     return {"devices_per_node": used // len(nodes)} if len(nodes) > 1 and used and used % len(nodes) == 0 else {}
+
+
+def _nodes_alone(num_nodes: int, num_devices: int | None, notes: list[str]) -> dict[str, object]:
+    """The settings of a number of nodes on which no component is placed."""
+    notes.append("component_placement is absent: without placement, every role shares every device")
+    if num_nodes > 1 and num_devices is not None and num_devices % num_nodes == 0:
+        return {"num_devices": num_devices, "devices_per_node": num_devices // num_nodes}
+    if num_nodes > 1:
+        notes.append("set num_devices to the devices of all nodes together, and devices_per_node to those of each")
+    return {}
 
 
 def _groups(value: object, num_nodes: int) -> dict[str, ForeignGroup]:

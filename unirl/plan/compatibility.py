@@ -213,12 +213,6 @@ def _asynchronous_problems(config: RecipeConfig, needs: Needs, plan: PlacementPl
         return
     yield from _free_order_problems(config, needs)
     key, loss = f"asynchronous.max_staleness={staleness}", config.algorithm.class_name
-    if plan.relation != "separate":
-        yield (
-            f"{key} generates steps while the weights train, and the engine ({config.rollout.class_name}) "
-            f"{SHARED[plan.relation]}. Give it devices of its own, such as rollout=replica num_devices=2 "
-            "placement.train=0 placement.rollout=1, or set asynchronous.max_staleness=0"
-        )
     if needs.ema_rollout:
         yield (
             f"{key}: {loss} samples from the snapshot 'old', and compares with it what it trains. Set "
@@ -228,6 +222,12 @@ def _asynchronous_problems(config: RecipeConfig, needs: Needs, plan: PlacementPl
         yield (
             f"{key}: {loss} is valid only for samples of the weights that it trains. Set asynchronous.max_staleness=0, "
             f"or take a loss with an importance ratio, such as {dotted_name(DiffusionGRPO)}"
+        )
+    if plan.relation != "separate":
+        yield (
+            f"{key} generates steps while the weights train, and the engine ({config.rollout.class_name}) "
+            f"{SHARED[plan.relation]}. Give it devices of its own, such as rollout=replica num_devices=2 "
+            "placement.train=0 placement.rollout=1, or set asynchronous.max_staleness=0"
         )
     if config.weight_sync_interval > 1:
         yield (

@@ -99,6 +99,11 @@ def _free_order(config: RecipeConfig) -> Iterator[str]:
             f"asynchronous.too_old={settings.too_old} has no effect: with {settings.num_ahead} steps ahead no sample "
             f"is older than max_staleness={settings.max_staleness}. Raise asynchronous.steps_ahead, or leave it out"
         )
+    if settings.num_ahead < settings.max_staleness:
+        yield (
+            f"asynchronous.steps_ahead={settings.steps_ahead} holds fewer steps than max_staleness="
+            f"{settings.max_staleness}, so no sample becomes that old. Raise asynchronous.steps_ahead, or leave it out"
+        )
     if config.reward_parts == 1:
         yield (
             "asynchronous.order=free with reward_parts=1: the engine takes new weights between two parts of a step, "

@@ -24,7 +24,15 @@ from unirl.models.policies.stage import ActionCanaryInputs, ActionStage
 from unirl.models.policies.videos import Camera, EpisodeVideos, videos_of
 from unirl.sde.noise import NoiseSource, key_seed
 from unirl.types.batch import bounds_of
-from unirl.types.environments import Environment, EnvironmentSpaces, EnvironmentStep, EpisodeStart, Expert, Observations
+from unirl.types.environments import (
+    NOT_REPORTED,
+    Environment,
+    EnvironmentSpaces,
+    EnvironmentStep,
+    EpisodeStart,
+    Expert,
+    Observations,
+)
 from unirl.types.facts import ActionFacts
 from unirl.types.primitives import Episodes
 from unirl.types.progress import progress
@@ -32,7 +40,7 @@ from unirl.types.protocols import Capabilities
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp
 from unirl.types.sampling import ActionSamplingParams
-from unirl.types.segments import ActionSegment
+from unirl.types.segments import ActionSegment, reported
 
 START_OPTIONS = "start"
 """The key of a prompt's metadata with the options of its episodes."""
@@ -62,6 +70,7 @@ class Record:
         rows = torch.cat(self.rows)
         order = rows.argsort(stable=True)
         columns = {name: torch.cat(values)[order] for name, values in self.columns.items()}
+        columns["success"] = columns["success"].to(torch.int8)
         observations = {key: torch.cat(values)[order] for key, values in self.observations.items()}
         counts = torch.bincount(rows, minlength=num_rows).tolist()
         return ActionSegment(
@@ -400,7 +409,7 @@ class EpisodeLoop:
             rewards=torch.zeros(count),
             terminated=nothing,
             truncated=nothing,
-            success=nothing,
+            success=torch.full((count,), NOT_REPORTED, dtype=torch.int8),
             num_steps=torch.zeros(count, dtype=torch.int64),
         )
 
@@ -448,16 +457,24 @@ def joined(step: EnvironmentStep, later: EnvironmentStep, going: Tensor) -> Envi
         rewards=step.rewards.index_add(0, going, later.rewards),
         terminated=step.terminated.index_copy(0, going, later.terminated),
         truncated=step.truncated.index_copy(0, going, later.truncated),
-        success=step.success.index_copy(0, going, step.success[going] | later.success),
+        success=step.success.index_copy(0, going, step.success[going].maximum(later.success)),
     )
 
 
 def episodes_of(segment: ActionSegment, faults: list[str]) -> Episodes:
-    """What became of the episodes of each row; zeros for a row without a decision.
+    """What became of the episodes of each row; zeros for a row without a decision, which has no success.
 
     Args:
         faults: [B] why the environment of a row failed.
     """
     totals = segment.totals()
-    means = {name: torch.tensor([sum(row) / len(row) if row else 0.0 for row in rows]) for name, rows in totals.items()}
-    return Episodes(returns=means["returns"], success=means["success"], lengths=means["steps"], faults=faults)
+
+    def means(rows: Sequence[Sequence[float]], without: float) -> Tensor:
+        return torch.tensor([sum(row) / len(row) if row else without for row in rows])
+
+    return Episodes(
+        returns=means(totals["returns"], 0.0),
+        lengths=means(totals["steps"], 0.0),
+        success=means([reported(row) for row in totals["success"]], torch.nan),
+        faults=faults,
+    )

@@ -22,9 +22,10 @@ STEPS = 20
 def check_environment(environment: Environment, *, steps: int = STEPS, seed: int = 0) -> None:
     """Plays episodes of up to `steps` steps in three slots, then closes the environment.
 
-    Observations have the shapes of `spaces`, and are finite float32, or uint8. Rewards are finite float32, ends are bool,
-    and success is bool or int8, [B] each. Actions outside of the bounds are clipped to them. A slot whose episode ended
-    refuses a step until it is reset. If `is_keyed`, equal starts and actions give equal episodes, bit for bit, whatever the other slots do.
+    Observations have the shapes of `spaces`, and are finite float32, or uint8. Rewards are finite float32, ends are
+    bool, and success is bool or int8, [B] each. Actions outside of the bounds are clipped to them. A slot whose episode
+    ended refuses a step until it is reset. If `is_keyed`, equal starts and actions give equal episodes, bit for bit,
+    whatever the other slots do.
 
     Raises:
         AssertionError: the environment breaks its contract. The message says where.

@@ -74,7 +74,7 @@ class Chunked:
         first = self.inner.step(slots, actions[:, 0])
         assert not bool((first.terminated | first.truncated).any()), "the episodes of this test end with a chunk"
         second = self.inner.step(slots, actions[:, 1])
-        return replace(second, rewards=first.rewards + second.rewards, success=first.success | second.success)
+        return replace(second, rewards=first.rewards + second.rewards, success=first.success.maximum(second.success))
 
     def render(self, slots: Sequence[int]) -> Tensor | None:
         return self.inner.render(slots)

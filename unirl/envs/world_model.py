@@ -28,11 +28,8 @@ from unirl.types.environments import (
 from unirl.types.protocols import TORCH_DTYPES, DtypeName
 from unirl.types.sampling import DiffusionSamplingParams
 
-VIDEO_MODELS: Mapping[str, tuple[str, str]] = {
-    "wan21": ("unirl.models.wan21.family.Wan21Bundle", "unirl.models.wan21.family.Wan21Pipeline"),
-    "wan22": ("unirl.models.wan22.family.Wan22Bundle", "unirl.models.wan22.family.Wan22Pipeline"),
-}
-"""Bundle and pipeline of the families of image to video, by the setting `model`. They are imported when needed."""
+VIDEO_MODELS: Mapping[str, str] = {"wan21": "Wan21", "wan22": "Wan22"}
+"""Families of image to video, by the setting `model`, and how the names of their classes begin."""
 
 
 class FirstFrames(Protocol):
@@ -243,7 +240,8 @@ def video_model(name: str) -> tuple[type[DiffusersBundle], type[DiffusionPipelin
             f"pipeline.env.model={name!r} is no video model that predicts frames from a first one. Choose "
             f"{', '.join(VIDEO_MODELS)}.{did_you_mean(name, VIDEO_MODELS)}"
         )
-    bundle, pipeline = (find_target(target, "pipeline.env.model") for target in VIDEO_MODELS[name])
+    family = f"unirl.models.{name}.family.{VIDEO_MODELS[name]}"
+    bundle, pipeline = (find_target(f"{family}{kind}", "pipeline.env.model") for kind in ("Bundle", "Pipeline"))
     return cast(type[DiffusersBundle], bundle), cast(type[DiffusionPipeline[Any]], pipeline)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from unirl.models.policies.bundle import CategoricalBundle, GaussianBundle, PolicyBundle
 from unirl.models.policies.pipeline import PolicyPipeline
 from unirl.types.environments import (
+    NOT_REPORTED,
     ContinuousActions,
     DiscreteActions,
     EnvironmentSpaces,
@@ -29,13 +30,20 @@ class Clocks:
     """Each slot counts its steps: observation (start, steps so far). Step t gives reward t.
 
     Episodes that start at an even second end after 3 steps, the others after 5. `cuts`: they are cut off instead.
+    Their end is a success. Slots in `silent` report none.
     """
 
     is_keyed = True
 
-    def __init__(self, actions: DiscreteActions | ContinuousActions, cuts: bool = False, broken: Sequence[int] = ()):
+    def __init__(
+        self,
+        actions: DiscreteActions | ContinuousActions,
+        cuts: bool = False,
+        broken: Sequence[int] = (),
+        silent: Sequence[int] = (),
+    ) -> None:
         self.spaces = EnvironmentSpaces(observations={"state": (2,)}, actions=actions, most_steps=5)
-        self.cuts, self.broken = cuts, broken
+        self.cuts, self.broken, self.silent = cuts, broken, silent
         self.starts: dict[int, int] = {}
         self.steps: dict[int, int] = {}
         self.seeds: list[int] = []
@@ -62,7 +70,7 @@ class Clocks:
             rewards=torch.tensor([float(self.steps[s]) for s in slots]),
             terminated=over & (not self.cuts),
             truncated=over & self.cuts,
-            success=over,
+            success=over.char().masked_fill(torch.tensor([s in self.silent for s in slots]), NOT_REPORTED),
             faults=faults,
         )
 

@@ -8,12 +8,14 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from unirl.config.errors import EpisodeError
 from unirl.envs.gymnasium import GymnasiumEnvironment
-from unirl.types.environments import EnvironmentStep, EpisodeStart
+from unirl.envs.slots import success_in
+from unirl.types.environments import NOT_REPORTED, EnvironmentStep, EpisodeStart
 
 FAULTY = "unirl.testing.toy_environments:Faulty-v0"
 SLOTS = [0, 1, 2, 3]
@@ -87,7 +89,23 @@ def test_a_slot_that_cannot_start_even_made_anew_ends_the_run(workers):
 def test_success_is_reported_at_the_step_where_the_environment_says_so():
     environment = started("", workers=0)
     flags = [step(environment, SLOTS).success.tolist() for _ in range(5)]
-    assert flags == [[False] * 4] * 4 + [[True] * 4]
+    assert flags == [[0] * 4] * 4 + [[1] * 4]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_environment_that_says_nothing_about_success_reports_none(workers):
+    environment = GymnasiumEnvironment(id="CartPole-v1", workers=workers)
+    environment.reset([0, 1], [EpisodeStart(seed=0), EpisodeStart(seed=1)])
+    assert step(environment, [0, 1]).success.tolist() == [NOT_REPORTED] * 2
+    environment.close()
+
+
+@pytest.mark.parametrize(
+    ("info", "expected"),
+    [({}, -1), ({"success": 0.0}, 0), ({"success": True}, 1), ({"is_success": np.array([True])}, 1), ({"step": 1}, -1)],
+)
+def test_success_is_read_from_the_information_of_a_step(info, expected):
+    assert success_in(info) == expected
 
 
 RUN = """

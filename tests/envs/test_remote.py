@@ -146,7 +146,7 @@ def test_wrong_addresses_and_versions_are_named(server: Served, monkeypatch: pyt
     with pytest.raises(AddressError, match=r"nothing answers there .*python -m unirl\.envs\.serve"):
         RemoteEnvironment(address="127.0.0.1:1")
     monkeypatch.setattr("unirl.envs.remote.PROTOCOL", 7)
-    with pytest.raises(UnsupportedEnvironmentError, match="version 2 of the protocol, this run version 7"):
+    with pytest.raises(UnsupportedEnvironmentError, match="version 3 of the protocol, this run version 7"):
         RemoteEnvironment(address=server.address)
 
 

@@ -15,13 +15,14 @@ from unirl.cli.check import checked, say_crowded
 from unirl.config.errors import IncompatibleError, MemoryShortageError
 from unirl.config.failures import Session
 from unirl.config.load import Recipe
-from unirl.config.recipe import keys_of_policy
+from unirl.config.recipe import RecipeConfig, keys_of_policy
 from unirl.plan import cost, times
 from unirl.plan.alternatives import alternatives
 from unirl.plan.credit import credit_of_tracks
-from unirl.plan.devices import Device, device_named
+from unirl.plan.devices import GIB, Device, device_named
 from unirl.plan.fit import best_changes, items_text, moment_peaks, usable
 from unirl.plan.geometry import count_of, geometry_table
+from unirl.plan.held import held_models
 from unirl.plan.machine import CERTAIN
 from unirl.plan.micro_batch import with_auto_micro
 from unirl.plan.placement import PlacementPlan, plan_of
@@ -231,8 +232,18 @@ def _unsized_text(recipe: Recipe) -> str:
             *_nodes_text(plan_of(recipe.config)),
             f"parameters not counted: {recipe.config.bundle.class_name} cannot say the size of its model without",
             "           loading it. A run prints the seconds of each phase and the memory in use",
+            *_held_text(recipe.config),
         ]
     )
+
+
+def _held_text(config: RecipeConfig) -> list[str]:
+    """A line for each model that lies beside the policy."""
+    return [
+        f"beside it  {model.name}: {_count(model.parameters)} parameters, {gib_text(model.num_bytes / GIB)} GiB, "
+        "not trained"
+        for model in held_models(config)
+    ]
 
 
 def _policy_text(recipe: Recipe, sizes: RecipeSizes, device: str | None) -> str:
@@ -252,6 +263,7 @@ def _policy_text(recipe: Recipe, sizes: RecipeSizes, device: str | None) -> str:
             _micro_text(plan, chosen),
             *([f"decode     in tiles, chosen for {chosen.name} (pipeline.vae_tiling)"] if tiled else []),
             f"parameters {_count(plan.sizes.trainable_parameters * plan.sizes.is_trained)} trained; {listed}",
+            *_held_text(recipe.config),
             _memory_text([(home.words, row) for home, row in plan.memory]),
             _room_text(*_peak(plan), chosen),
             _saves_text(plan),

@@ -16,7 +16,7 @@ from unirl.config.errors import DataError, InvalidValueError, ResumeError, did_y
 from unirl.data.episodes import Array, EpisodeSource, RecordedEpisode, open_episodes
 from unirl.sde.noise import key_seed
 from unirl.types.batch import bounds_of
-from unirl.types.environments import ActionSpace, ContinuousActions, DiscreteActions
+from unirl.types.environments import NOT_REPORTED, ActionSpace, ContinuousActions, DiscreteActions
 from unirl.types.facts import ActionFacts
 from unirl.types.segments import ActionSegment
 
@@ -255,7 +255,7 @@ def segment_of(observations: Mapping[str, Tensor], actions: Tensor, rewards: Ten
         rewards=padded(rewards),
         terminated=is_last & terminated,
         truncated=is_last & (not terminated),
-        success=torch.zeros(total, dtype=torch.bool),
+        success=torch.full((total,), NOT_REPORTED, dtype=torch.int8),
         num_steps=decided.long(),
         offsets=bounds_of([total]),
         finished=torch.tensor([terminated]),

@@ -49,7 +49,7 @@ class GymnasiumEnvironment:
     Numbers become float32, a Discrete observation becomes one-hot, and uint8 images stay uint8, as [C, H, W].
     Continuous actions in [-1, 1] are scaled to the bounds of the action space. `reset` seeds the environment with the
     seed of the start, and passes on its options, and as `task` the words of its task, if it has one. `info["success"]`
-    or `info["is_success"]` reports success.
+    or `info["is_success"]` reports success; without either, no success is reported.
     """
 
     def __init__(
@@ -145,16 +145,16 @@ class GymnasiumEnvironment:
         )
         actions = actions.long() if isinstance(self.spaces.actions, DiscreteActions) else actions.float()
         result = self._slots.step(slots, actions.numpy())
-        ended = result.flags[0] | result.flags[1]
+        terminated, truncated = result.ends
+        ended = terminated | truncated
         if ended.any():
             self._running.difference_update([slots[row] for row in np.flatnonzero(ended).tolist()])
-        terminated, truncated, success = [torch.from_numpy(flags) for flags in result.flags]
         return EnvironmentStep(
             observations=as_tensors(result.observations),
             rewards=torch.from_numpy(result.rewards),
-            terminated=terminated,
-            truncated=truncated,
-            success=success,
+            terminated=torch.from_numpy(terminated),
+            truncated=torch.from_numpy(truncated),
+            success=torch.from_numpy(result.success),
             faults=result.faults,
         )
 

@@ -56,7 +56,9 @@ class SlotsReply(msgspec.Struct, frozen=True):
     observations: dict[str, bytes] = {}
     rewards: bytes = b""
     ends: bytes = b""
-    """[3, B] bool: terminated, truncated, success."""
+    """[2, B] bool: terminated, truncated."""
+    success: bytes = b""
+    """[B] int8: 1 success, 0 none, -1 not reported."""
     faults: dict[int, str] = {}
     """The reason by row of the request."""
     images: bytes = b""
@@ -65,7 +67,7 @@ class SlotsReply(msgspec.Struct, frozen=True):
 
 # Between a run and an environment server
 
-PROTOCOL = 2
+PROTOCOL = 3
 """The version of the messages below. Both ends must have the same."""
 
 
@@ -125,6 +127,8 @@ class ServerReply(msgspec.Struct, frozen=True):
     observations: dict[str, ArrayBytes] = {}
     rewards: bytes = b""
     ends: bytes = b""
-    """[3, B] bool: terminated, truncated, success."""
+    """[2, B] bool: terminated, truncated."""
+    success: bytes = b""
+    """[B] int8: 1 success, 0 none, -1 not reported."""
     faults: dict[int, str] = {}
     images: ArrayBytes | None = None

@@ -152,7 +152,8 @@ class WorkerPool:
         def read(rows: Sequence[int], reply: SlotsReply) -> None:
             self._read_observations(result.observations, rows, reply)
             result.rewards[rows] = np.frombuffer(reply.rewards, np.float32)
-            result.flags[:, rows] = np.frombuffer(reply.ends, bool).reshape(3, len(rows))
+            result.ends[:, rows] = np.frombuffer(reply.ends, bool).reshape(2, len(rows))
+            result.success[rows] = np.frombuffer(reply.success, np.int8)
             result.faults.update({rows[place]: reason for place, reason in reply.faults.items()})
 
         lost = {row: self._lost.pop(slot) for row, slot in enumerate(slots) if slot in self._lost}

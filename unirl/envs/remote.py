@@ -28,6 +28,7 @@ from unirl.envs.messages import (
 )
 from unirl.envs.wire import prove, read_token, tensor_of
 from unirl.types.environments import (
+    NOT_REPORTED,
     ContinuousActions,
     DiscreteActions,
     EnvironmentSpaces,
@@ -125,7 +126,8 @@ class RemoteEnvironment:
             key: torch.zeros(len(slots), *shape, dtype=self._dtypes[key])
             for key, shape in self.spaces.observations.items()
         }
-        rewards, flags = torch.zeros(len(slots)), torch.zeros(3, len(slots), dtype=torch.bool)
+        rewards, ends = torch.zeros(len(slots)), torch.zeros(2, len(slots), dtype=torch.bool)
+        success = torch.full((len(slots),), NOT_REPORTED, dtype=torch.int8)
         faults: dict[int, str] = {}
         if rows:
             data = actions[rows].contiguous().numpy().tobytes()
@@ -134,13 +136,14 @@ class RemoteEnvironment:
                 for key, values in reply.observations.items():
                     observations[key][rows] = tensor_of(values)
                 rewards[rows] = torch.frombuffer(bytearray(reply.rewards), dtype=torch.float32)
-                flags[:, rows] = torch.frombuffer(bytearray(reply.ends), dtype=torch.bool).reshape(3, -1)
+                ends[:, rows] = torch.frombuffer(bytearray(reply.ends), dtype=torch.bool).reshape(2, -1)
+                success[rows] = torch.frombuffer(bytearray(reply.success), dtype=torch.int8)
                 faults = {rows[place]: reason for place, reason in reply.faults.items()}
         for row, slot in enumerate(slots):
             if slot in self._lost:
                 faults[row] = self._lost.pop(slot)
-                flags[1, row] = True
-        terminated, truncated, success = flags
+                ends[1, row] = True
+        terminated, truncated = ends
         ended = torch.nonzero(terminated | truncated)[:, 0].tolist()
         self._running.difference_update([slots[row] for row in ended])
         return EnvironmentStep(

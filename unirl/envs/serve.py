@@ -155,7 +155,8 @@ def _step(environment: Environment, request: StepRequest) -> ServerReply:
     return ServerReply(
         observations=_bytes_of(step.observations),
         rewards=step.rewards.numpy().tobytes(),
-        ends=torch.stack([step.terminated, step.truncated, step.success]).numpy().tobytes(),
+        ends=torch.stack([step.terminated, step.truncated]).numpy().tobytes(),
+        success=step.success.to(torch.int8).numpy().tobytes(),
         faults=dict(step.faults),
     )
 

@@ -21,8 +21,8 @@ from unirl.envs.spaces import Array
 if TYPE_CHECKING:
     import gymnasium
 
-Outcome = tuple[Any, float, bool, bool, bool]
-"""An observation, a reward, and whether the episode terminated, was truncated, and succeeded."""
+Outcome = tuple[Any, float, bool, bool, bool | None]
+"""An observation, a reward, and whether the episode terminated, was truncated, and succeeded (None: not reported)."""
 
 
 class SimulatorEnvironment(GymnasiumEnvironment):
@@ -156,7 +156,8 @@ def simulator(
 
         def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
             observation, reward, terminated, truncated, success = act(np.asarray(action, np.float32))
-            return seen(observation), reward, terminated, truncated, {"success": success}
+            info = {} if success is None else {"success": success}
+            return seen(observation), reward, terminated, truncated, info
 
         def close(self) -> None:
             close()
@@ -247,8 +248,8 @@ def make_habitat(
 
     def act(action: Array) -> Outcome:
         observation, reward, done, info = env.step(action)
-        solved = bool(info.get(success, False))
-        return observation, float(reward), bool(done), False, solved
+        solved = info.get(success)
+        return observation, float(reward), bool(done), False, None if solved is None else bool(solved)
 
     return simulator(start, act, env.close, observations, actions)
 
@@ -280,7 +281,7 @@ def make_isaac_lab(
     def act(action: Array) -> Outcome:
         given = torch.from_numpy(action)[None].to(env.unwrapped.device)
         observation, reward, terminated, truncated, info = env.step(given)
-        solved = bool(torch.as_tensor(info.get(success, False)).any())
+        solved = bool(torch.as_tensor(info[success]).any()) if success in info else None
         return first(observation), float(reward[0]), bool(terminated[0]), bool(truncated[0]), solved
 
     return simulator(start, act, env.close, observations, actions)

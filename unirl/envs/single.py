@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from unirl.config.dependencies import need
-from unirl.types.environments import DiscreteActions, Environment, EpisodeStart, Observations
+from unirl.types.environments import NOT_REPORTED, DiscreteActions, Environment, EpisodeStart, Observations
 
 if TYPE_CHECKING:
     import gymnasium
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def as_gymnasium(environment: Environment, images: tuple[str, ...] = ()) -> gymnasium.Env[Any, Any]:
     """Slot 0 of `environment`: Dict observations, and what its `step` takes as the action.
 
-    A reset takes the task in words as option `task`. `info["success"]` reports success.
+    A reset takes the task in words as option `task`. `info["success"]` reports success, if the environment does.
 
     Args:
         images: keys of uint8 images, which become [H, W, C].
@@ -60,7 +60,9 @@ def as_gymnasium(environment: Environment, images: tuple[str, ...] = ()) -> gymn
         def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
             step = environment.step([0], torch.from_numpy(np.asarray(action))[None])
             ends = bool(step.terminated), bool(step.truncated)
-            return self._seen(step.observations), float(step.rewards), *ends, {"success": bool(step.success)}
+            success = int(step.success)
+            info = {} if success == NOT_REPORTED else {"success": bool(success)}
+            return self._seen(step.observations), float(step.rewards), *ends, info
 
         def render(self) -> Any:
             drawn = environment.render([0])

@@ -21,8 +21,8 @@ from unirl.envs.spaces import STATE, Array, Arrays, Codec, Reader, codec_of, emp
 if TYPE_CHECKING:
     import gymnasium
 
-SUCCESS = ("success", "is_success")
-"""The entries of `info` by which environments report success."""
+NOT_REPORTED = -1
+"""`unirl.types.environments.NOT_REPORTED`, without the import of torch."""
 
 
 class DrawingError(Exception):
@@ -70,20 +70,24 @@ class StepArrays:
 
     observations: Arrays
     rewards: Array  # [B] float32
-    flags: Array  # [3, B] bool: terminated, truncated, success
+    ends: Array  # [2, B] bool: terminated, truncated
+    success: Array  # [B] int8: 1 success, 0 none, NOT_REPORTED
     faults: dict[int, str] = field(default_factory=dict)
 
     @classmethod
     def empty(cls, readers: Mapping[str, Reader], count: int) -> StepArrays:
-        """A step of `count` environments with nothing but zeros in it."""
-        return cls(empty_rows(readers, count), np.zeros(count, np.float32), np.zeros((3, count), bool))
+        """A step of `count` environments with nothing but zeros in it, and no success reported."""
+        success = np.empty(count, np.int8)
+        success.fill(NOT_REPORTED)  # np.full takes several times as long
+        return cls(empty_rows(readers, count), np.zeros(count, np.float32), np.zeros((2, count), bool), success)
 
     def set_fault(self, row: int, reason: str) -> None:
         """Row `row` is an environment that failed: its episode is cut off here, without reward."""
         for values in self.observations.values():
             values[row] = 0
         self.rewards[row] = 0.0
-        self.flags[:, row] = False, True, False
+        self.ends[:, row] = False, True
+        self.success[row] = NOT_REPORTED
         self.faults[row] = reason
 
 
@@ -138,7 +142,7 @@ class Slots:
         result = StepArrays.empty(self.readers, len(slots))
         environments, read, observations = self._environments, self._read, result.observations
         rewards = result.rewards
-        terminated, truncated, success = result.flags
+        (terminated, truncated), success = result.ends, result.success
         plain = observations[STATE] if self._is_plain else None  # most environments; a call less for each step
         for row, (slot, action) in enumerate(zip(slots, self.codec.decode(actions), strict=True)):
             try:
@@ -151,8 +155,8 @@ class Slots:
                     terminated[row] = True
                 if is_truncated:
                     truncated[row] = True
-                if info and ("success" in info or "is_success" in info) and succeeded(info):
-                    success[row] = True
+                if info:
+                    success[row] = success_in(info)
             except Exception as error:  # an environment is foreign code, which may raise anything
                 result.set_fault(row, reason_of(error))
                 self._drop(slot)
@@ -215,12 +219,10 @@ class Slots:
                 environment.close()
 
 
-def succeeded(info: Mapping[str, Any]) -> bool:
-    """True if the information of a step reports success."""
-    for name in SUCCESS:
-        if name in info:
-            return bool(np.any(info[name]))
-    return False
+def success_in(info: Mapping[str, Any]) -> int:
+    """Whether the information of a step reports success under `success` or `is_success`: 1, 0, or NOT_REPORTED."""
+    reported = info.get("success", info.get("is_success"))
+    return NOT_REPORTED if reported is None else int(np.any(reported))
 
 
 def stacked(reader: Reader, frames: int) -> Reader:

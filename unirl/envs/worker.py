@@ -48,7 +48,11 @@ def answer(slots: Slots, request: Request) -> SlotsReply:
     if isinstance(request, StepRequest):
         result = slots.step(request.slots, slots.codec.from_bytes(request.actions))
         return SlotsReply(
-            as_bytes(result.observations), result.rewards.tobytes(), result.flags.tobytes(), result.faults
+            as_bytes(result.observations),
+            result.rewards.tobytes(),
+            result.ends.tobytes(),
+            result.success.tobytes(),
+            result.faults,
         )
     if isinstance(request, ResetRequest):
         observations, failures = slots.reset(request.slots, request.seeds, request.options)

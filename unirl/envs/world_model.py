@@ -10,10 +10,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from unirl.config.errors import InvalidValueError
+from unirl.config.errors import InvalidValueError, did_you_mean
 from unirl.config.targets import find_target
 from unirl.models.denoising.bundle import DiffusersBundle
 from unirl.models.denoising.pipeline import DiffusionPipeline
+from unirl.models.loading.estimate import HeldModel
 from unirl.models.world_model import ActionTokens, WorldModel, check_chunk
 from unirl.sde.kernels import EulerODE
 from unirl.types.device import accelerator
@@ -24,8 +25,11 @@ from unirl.types.environments import (
     EpisodeStart,
     Observations,
 )
-from unirl.types.protocols import DtypeName
+from unirl.types.protocols import TORCH_DTYPES, DtypeName
 from unirl.types.sampling import DiffusionSamplingParams
+
+VIDEO_MODELS: Mapping[str, str] = {"wan21": "Wan21", "wan22": "Wan22"}
+"""Families of image to video, by the setting `model`, and how the names of their classes begin."""
 
 
 class FirstFrames(Protocol):
@@ -115,10 +119,7 @@ class WorldModelEnvironment:
         """
         self._path, self._dtype, self._chunk, self._max_steps = path, dtype, chunk, max_steps
         self._first, self._reward, self._camera = first, reward, camera
-        family = f"unirl.models.{model}.family.{model.title()}"
-        self._bundle_class = cast(type[DiffusersBundle], find_target(f"{family}Bundle", "pipeline.env.model"))
-        pipeline = find_target(f"{family}Pipeline", "pipeline.env.model")
-        self._pipeline_class = cast(type[DiffusionPipeline[Any]], pipeline)
+        self._bundle_class, self._pipeline_class = video_model(model)
         height, width = frame_size(first, camera)
         self._sampling = DiffusionSamplingParams(
             kernel=EulerODE(),
@@ -137,6 +138,19 @@ class WorldModelEnvironment:
         self._check()
         self._world: WorldModel | None = None
         self._scenes: dict[int, Scene] = {}
+
+    @classmethod
+    def held(cls, settings: Mapping[str, Any]) -> HeldModel:
+        """The size of the video model with all its components, which is not loaded."""
+        bundle, _ = video_model(settings["model"])
+        estimate, dtype = bundle.estimate(settings["path"]), settings["dtype"]
+        parts, itemsize = dict(estimate.parameters), TORCH_DTYPES[dtype].itemsize
+        tokens = bundle.family.configs(settings["path"], None).components["transformer"]["text_dim"]
+        parts["actions"] = (settings["actions"] + settings["chunk"]) * tokens
+        sizes = {"vae": bundle.family.vae_dtype("auto", dtype).itemsize, "actions": torch.float32.itemsize}
+        num_bytes = sum(number * sizes.get(part, itemsize) for part, number in parts.items())
+        in_fp32 = estimate.kept_in_fp32 * (torch.float32.itemsize - itemsize)
+        return HeldModel("video model", sum(parts.values()), num_bytes + in_fp32)
 
     def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> Observations:
         """Start one episode in each slot. `unirl.types.environments.Environment.reset` has the contract."""
@@ -213,6 +227,22 @@ class WorldModelEnvironment:
             tokens = ActionTokens.toy(*shape) if bundle.root is None else ActionTokens.read(bundle.root, *shape)
             self._world = WorldModel.of(self._pipeline_class(bundle), tokens, self._sampling)
         return self._world
+
+
+def video_model(name: str) -> tuple[type[DiffusersBundle], type[DiffusionPipeline[Any]]]:
+    """The bundle and the pipeline of a family that predicts frames from a first one.
+
+    Raises:
+        InvalidValueError: 2004, there is no such family here.
+    """
+    if name not in VIDEO_MODELS:
+        raise InvalidValueError(
+            f"pipeline.env.model={name!r} is no video model that predicts frames from a first one. Choose "
+            f"{', '.join(VIDEO_MODELS)}.{did_you_mean(name, VIDEO_MODELS)}"
+        )
+    family = f"unirl.models.{name}.family.{VIDEO_MODELS[name]}"
+    bundle, pipeline = (find_target(f"{family}{kind}", "pipeline.env.model") for kind in ("Bundle", "Pipeline"))
+    return cast(type[DiffusersBundle], bundle), cast(type[DiffusionPipeline[Any]], pipeline)
 
 
 def frame_size(first: FirstFrames, camera: str) -> tuple[int, int]:

@@ -129,6 +129,7 @@ class Sizes:
     buffers: int = 0  # numbers of the trained module that are no parameters, and are never sharded
     encoder_parameters: int = 0
     vae_parameters: int = 0
+    held_bytes: int = 0  # of models beside it that nothing trains: a video model as environment, a frozen policy
     trainable_parameters: int
     dtype_bytes: int
     full_training: bool
@@ -328,6 +329,7 @@ def _sampling(sizes: Sizes, settings: Settings) -> Iterator[Item]:
     always = settings.keep_resident
     yield "encoders", frozen, sizes.encoder_parameters * sizes.dtype_bytes, MOMENTS if always else ("encode",)
     yield "VAE", frozen, sizes.vae_parameters * sizes.decoding.dtype_bytes, MOMENTS if always else ("decode",)
+    yield "models beside the policy", frozen, sizes.held_bytes, MOMENTS
     copied = network.copied_at_once * sizes.dtype_bytes
     yield "copies of experts, sampling", part, copied, ("sample",)
     rows = settings.forward_rows * sizes.network_rows / settings.guidance_passes

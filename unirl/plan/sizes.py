@@ -37,6 +37,7 @@ from unirl.plan.cost import (
 from unirl.plan.credit import scored_by
 from unirl.plan.estimates import KEPT_ESTIMATES, Estimated, estimate_of
 from unirl.plan.geometry import Geometry, geometry_of
+from unirl.plan.held import held_models
 from unirl.plan.layout import can_sample_sharded, num_shards, samples_sharded, transport_of
 from unirl.plan.placement import PlacementPlan, plan_of
 from unirl.plan.preflight import needs_of, of_model, sizes_of, trainer_class
@@ -328,6 +329,7 @@ def _sizes(
         decoding=decoding_of(config, sampling, tiled=config.pipeline.get("vae_tiling", bool) is True),
         stored=_stored(estimate, sampling, guided),
         reward=reward_of(config, config.scorers),
+        held_bytes=sum(model.num_bytes for model in held_models(config)),
         num_prompts=geometry.num_prompts,
         encoded_tokens=sampling.max_sequence_length if isinstance(sampling, DiffusionSamplingParams) else 0,
         num_samples=geometry.num_samples,

@@ -103,6 +103,7 @@ def combined(total: Tensor, responses: Mapping[str, RewardResponse], logged: Col
         response = responses[name]
         parts = response.components if len(response.components) > 1 else {}
         columns[name in logged] |= {name: response.total} | {f"{name}_{part}": column for part, column in parts.items()}
+        columns[True] |= {f"{name}_{part}": column for part, column in response.logged_rewards.items()}
         for row, row_failures in response.failures.items():
             failures[row] = failures.get(row, ()) + row_failures
         answers = response.answers if answers is None else answers

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from unirl.types.environments import DiscreteActions, Environment, EnvironmentStep, EpisodeStart, Observations
+from unirl.types.environments import (
+    NOT_REPORTED,
+    DiscreteActions,
+    Environment,
+    EnvironmentStep,
+    EpisodeStart,
+    Observations,
+)
 
 STEPS = 20
 
@@ -15,9 +22,10 @@ STEPS = 20
 def check_environment(environment: Environment, *, steps: int = STEPS, seed: int = 0) -> None:
     """Plays episodes of up to `steps` steps in three slots, then closes the environment.
 
-    Observations have the shapes of `spaces`, and are finite float32, or uint8. Rewards are finite float32, and ends are
-    bool, [B] each. Actions outside of the bounds are clipped to them. A slot whose episode ended refuses a step until
-    it is reset. If `is_keyed`, equal starts and actions give equal episodes, bit for bit, whatever the other slots do.
+    Observations have the shapes of `spaces`, and are finite float32, or uint8. Rewards are finite float32, ends are
+    bool, and success is bool or int8, [B] each. Actions outside of the bounds are clipped to them. A slot whose episode
+    ended refuses a step until it is reset. If `is_keyed`, equal starts and actions give equal episodes, bit for bit,
+    whatever the other slots do.
 
     Raises:
         AssertionError: the environment breaks its contract. The message says where.
@@ -88,11 +96,18 @@ def check_step(environment: Environment, step: EnvironmentStep, count: int) -> N
         f"rewards must be [{count}] float32, got {list(step.rewards.shape)} {step.rewards.dtype}"
     )
     assert bool(step.rewards.isfinite().all()), f"rewards are not finite: {step.rewards.tolist()}"
-    flags = {"terminated": step.terminated, "truncated": step.truncated, "success": step.success}
-    for name, flag in flags.items():
+    ends = {"terminated": step.terminated, "truncated": step.truncated}
+    for name, flag in ends.items():
         assert flag.shape == (count,) and flag.dtype == torch.bool, (
             f"{name} must be [{count}] bool, got {list(flag.shape)} {flag.dtype}"
         )
+    success = step.success
+    assert success.shape == (count,) and success.dtype in (torch.bool, torch.int8), (
+        f"success must be [{count}] bool or int8, got {list(success.shape)} {success.dtype}"
+    )
+    assert set(success.tolist()) <= {NOT_REPORTED, 0, 1}, (
+        f"success must be 1, 0, or {NOT_REPORTED} where nothing is reported, got {success.tolist()}"
+    )
 
 
 def same(first: list[list[Tensor]], second: list[list[Tensor]], pairs: Sequence[tuple[int, int]]) -> bool:

@@ -42,7 +42,7 @@ METRICS: Mapping[str, str] = {
     "reward/<component>_missing": "samples that a logged-only reward could not score",
     "env/return": "mean return of the episodes: the sum of the rewards of the environment",
     "env/length": "mean number of steps of the environment in an episode",
-    "env/success_once": "share of episodes in which the environment reported success",
+    "env/success_once": "share of the episodes with a success, of those that report one; absent if none does",
     "env/episodes": "number of episodes; one that its row cut off counts only if its row has no other",
     "samples/env_steps": "steps of the environments",
     "queue/reward_depth": "largest number of sample batches that waited for the reward at once",

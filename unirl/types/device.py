@@ -217,13 +217,16 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
     The device may read a source in pinned memory later. Batches are values, so none is changed in place.
     """
-    return tensor.to(device, non_blocking=device.type != "cpu")
+    return tensor if tensor.device == device else tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies of tensors on the CPU, for which the host waits once. A tensor of the CPU is returned as it is."""
+    away = [tensor.device for tensor in tensors if tensor.device != CPU]
+    if not away:
+        return list(tensors)
     copies = [tensor.to(CPU, non_blocking=True) for tensor in tensors]
-    wait_for(tensor.device for tensor in tensors)
+    wait_for(away)
     return copies
 
 

@@ -13,6 +13,8 @@ Observations = dict[str, Tensor]
 
 STATE = "state"
 """The key of the observations of an environment whose observation is one array."""
+NOT_REPORTED = -1
+"""The success of a step about which an environment says nothing."""
 INSTRUCTION = "instruction"
 """The key of the tokens of a task's text: [B, L] int64. The policy makes them; no environment shows them."""
 
@@ -82,7 +84,7 @@ class EnvironmentStep:
     rewards: Tensor  # [B] float32
     terminated: Tensor  # [B] bool, True = the episode reached an end of the task: no reward can follow
     truncated: Tensor  # [B] bool, True = the episode was cut off, such as at a step limit
-    success: Tensor  # [B] bool, True = the environment reports success; False if it never does
+    success: Tensor  # [B] bool; int8 with NOT_REPORTED where an environment says nothing about success
     faults: Mapping[int, str] = field(default_factory=dict)
     """The reason by entry of the batch, where the environment failed. Such an episode is over and must not count."""
 

@@ -233,7 +233,7 @@ class Episodes(Batch):
     """What became of the episodes of each row, for scorers and for people to look at."""
 
     returns: Tensor = row()  # [B] float32, mean over the episodes of a row of the sum of their rewards
-    success: Tensor = row()  # [B] float32, fraction of the episodes in which the environment reported success
+    success: Tensor = row()  # [B] float32, share of the episodes that report it with a success; NaN = none reports it
     lengths: Tensor = row()  # [B] float32, mean number of steps of the environment
     faults: list[str] = row()  # why the environment of a row failed; "" if it did not
     videos: Videos | None = row(optional=True)  # first episodes; no frames in rows that were not drawn
@@ -243,7 +243,11 @@ class Episodes(Batch):
         if self.videos is not None:
             return self.videos.preview()
         numbers = zip(self.returns.tolist(), self.lengths.tolist(), self.success.tolist(), strict=True)
-        return Texts(texts=[f"return {r:.4g}, {n:.4g} steps, success {s:.0%}" for r, n, s in numbers])
+        return Texts(
+            texts=[
+                f"return {r:.4g}, {n:.4g} steps{'' if math.isnan(s) else f', success {s:.0%}'}" for r, n, s in numbers
+            ]
+        )
 
 
 Decoded = Texts | Images | Videos | Episodes

@@ -15,6 +15,7 @@ from typing_extensions import TypeVar
 
 from unirl.types.batch import Batch, packed, packed_offsets, row, shared
 from unirl.types.device import to_device
+from unirl.types.environments import NOT_REPORTED
 from unirl.types.primitives import Facts, Videos, levels_of
 from unirl.types.protocols import GuidanceLike, Kernel
 
@@ -311,7 +312,7 @@ class ActionSegment(PackedSegment):
     rewards: Tensor = packed()  # [sum L] float32, of the environment; summed over a chunk
     terminated: Tensor = packed()  # [sum L] bool, the episode reached an end of the task with this decision
     truncated: Tensor = packed()  # [sum L] bool, the environment cut the episode off after this decision
-    success: Tensor = packed()  # [sum L] bool, the environment reported success
+    success: Tensor = packed()  # [sum L] int8, 1 = success, 0 = none, NOT_REPORTED = the environment did not say
     num_steps: Tensor = packed()  # [sum L] int64 steps of the environment; more than 1 for a chunk, 0 at context
     labels: Tensor | None = packed(heavy=True, optional=True)  # [sum L, *action] what an expert would do there
 
@@ -342,28 +343,36 @@ class ActionSegment(PackedSegment):
         return found
 
     def totals(self) -> dict[str, list[list[float]]]:
-        """[B] `returns`, `steps` and `success` of each episode of a row."""
+        """[B] `returns`, `steps` and `success` of each episode of a row. Success is NOT_REPORTED if no step says it."""
         rows = self.episodes()
         return {
             "returns": [[float(self.rewards[each].double().sum()) for each in row] for row in rows],
             "steps": [[float(self.num_steps[each].sum()) for each in row] for row in rows],
-            "success": [[float(self.success[each].any()) for each in row] for row in rows],
+            "success": [[float(self.success[each].max()) for each in row] for row in rows],
         }
 
     def statistics(self) -> dict[str, float]:
-        """Return and length of the episodes, and the fraction of them with a success."""
+        """Return and length of the episodes, and the share with a success of those that report one."""
         flat = {name: [value for row in rows for value in row] for name, rows in self.totals().items()}
-        count = len(flat["returns"])
+        count, success = len(flat["returns"]), reported(flat["success"])
         return {
             "env/return": sum(flat["returns"]) / count,
             "env/length": sum(flat["steps"]) / count,
-            "env/success_once": sum(flat["success"]) / count,
+            **({"env/success_once": sum(success) / len(success)} if success else {}),
             "env/episodes": float(count),
             "samples/env_steps": float(self.num_steps.sum()),
         }
 
     def facts(self) -> list[Facts]:
-        """[B] number of episodes of each row, their steps, and whether one of them succeeded."""
+        """[B] number of episodes of each row, their steps, and if one of them reports it, whether one succeeded."""
         totals = self.totals()
-        rows = zip(totals["steps"], totals["success"], strict=True)
-        return [{"episodes": len(steps), "steps": int(sum(steps)), "success": any(success)} for steps, success in rows]
+        rows = zip(totals["steps"], map(reported, totals["success"]), strict=True)
+        return [
+            {"episodes": len(steps), "steps": int(sum(steps)), **({"success": any(success)} if success else {})}
+            for steps, success in rows
+        ]
+
+
+def reported(success: Sequence[float]) -> list[bool]:
+    """The successes of those episodes that report one."""
+    return [value > 0 for value in success if value != NOT_REPORTED]

@@ -10,11 +10,11 @@ from tests.scripted_environment import KINDS, Clocks, length_of, pipeline, reque
 from unirl.config.errors import EpisodeError, IncompatibleError, InvalidValueError
 from unirl.models.policies.bundle import CategoricalBundle, FlowBundle, GaussianBundle, PolicyBundle
 from unirl.models.policies.networks import PolicyNetwork
-from unirl.models.policies.pipeline import PolicyPipeline, start_seed
+from unirl.models.policies.pipeline import PolicyPipeline, episodes_of, start_seed
 from unirl.sde.noise import NoiseSource
 from unirl.testing.second_device import second_devices
 from unirl.types.environments import DiscreteActions
-from unirl.types.primitives import Episodes
+from unirl.types.primitives import Episodes, Texts
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.sampling import ActionSamplingParams
@@ -114,6 +114,46 @@ def test_a_row_whose_environment_failed_has_weight_0_and_stops() -> None:
     assert track.weight.tolist() == [1.0, 0.0, 1.0, 1.0]
     assert isinstance(track.decoded, Episodes) and track.decoded.faults == ["", "it broke", "", ""]
     assert track.segment.lengths[1] == 2 and track.segment.loss_mask.sum() == 3 * 12 + 2
+
+
+def test_only_episodes_whose_environment_reports_success_have_a_success_rate() -> None:
+    """Of four rows that are cut after 4 steps, those with odd starts go on, and have no success yet."""
+    settings = {"max_steps": 4}
+    whole = rolled(env := Clocks(KINDS[0]), request(**settings))
+    ended = [float(length_of(seed % 1000) == 3) for seed in env.seeds]
+    assert 0 < sum(ended) < 4, "the starts of this test must have both ends"
+    assert isinstance(whole.decoded, Episodes) and whole.decoded.success.tolist() == ended
+    assert whole.segment.statistics()["env/success_once"] == sum(ended) / 4
+
+    part = rolled(Clocks(KINDS[0], silent=[0]), request(**settings))
+    assert isinstance(part.decoded, Episodes) and part.decoded.success.isnan().tolist() == [True, False, False, False]
+    assert part.segment.statistics()["env/success_once"] == sum(ended[1:]) / 3
+    assert ["success" in facts for facts in part.segment.facts()] == [False, True, True, True]
+    assert [facts["success"] for facts in part.segment.facts()[1:]] == [bool(each) for each in ended[1:]]
+
+    none = rolled(Clocks(KINDS[0], silent=range(4)), request(**settings))
+    assert none.segment.statistics().keys() == whole.segment.statistics().keys() - {"env/success_once"}
+    assert isinstance(none.decoded, Episodes) and none.decoded.success.isnan().all()
+    preview = none.decoded.preview()
+    assert isinstance(preview, Texts) and not any("success" in text for text in preview.texts)
+
+
+def test_a_row_of_several_episodes_counts_those_that_report_success() -> None:
+    """Decisions of one row: an episode that reports none, one without success, and one with it."""
+    told = torch.tensor([-1, -1, -1, 0, 1, 0], dtype=torch.int8)
+    ends = torch.tensor([False, True, False, True, False, True])
+    row = rolled(Clocks(KINDS[0]), request(1, max_steps=6, continuing=True)).segment.select([0])
+    fields = {"terminated": ends, "truncated": torch.zeros(6, dtype=torch.bool), "success": told}
+    segment = row.replace(
+        **fields,
+        offsets=torch.tensor([0, 6]),
+        **{name: getattr(row, name)[:6] for name in ("actions", "logp", "rewards", "num_steps")},
+        loss_mask=torch.ones(6, dtype=torch.bool),
+        observations={"state": row.observations["state"][:6]},
+    )
+    assert segment.totals()["success"] == [[-1.0, 0.0, 1.0]]
+    assert segment.statistics()["env/success_once"] == 0.5 and segment.facts()[0]["success"] is True
+    assert episodes_of(segment, [""]).success.tolist() == [0.5]
 
 
 def test_environments_that_all_failed_end_the_run_by_name() -> None:

@@ -78,6 +78,15 @@ class MatrixLayer:
     """True if the family's adapters go on it."""
 
 
+@dataclass(frozen=True)
+class HeldModel:
+    """A model beside the trained one, which stays on its device and is not trained."""
+
+    name: str
+    parameters: int
+    num_bytes: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelEstimate:
     """Parameter counts and layer sizes of a model that is not loaded."""
@@ -391,6 +400,11 @@ def linears_of(module: nn.Module) -> dict[str, tuple[int, int]]:
 def buffers_of(module: nn.Module) -> int:
     """Number of numbers in the buffers of a module."""
     return sum(buffer.numel() for buffer in module.buffers())
+
+
+def bytes_of(module: nn.Module) -> int:
+    """Bytes of the parameters of a module. Tied ones count once."""
+    return sum(parameter.nbytes for parameter in module.parameters())
 
 
 def parameters_of(module: nn.Module) -> int:

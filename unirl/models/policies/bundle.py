@@ -13,12 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from unirl.config.build import SPECIAL
+from unirl.config.build import SPECIAL, build
 from unirl.config.errors import InvalidValueError, NotFoundError
 from unirl.config.schema import dotted_name
 from unirl.config.targets import find_target
 from unirl.models.base import Bundle
 from unirl.models.chunks import batch_multiple
+from unirl.models.loading.estimate import HeldModel, bytes_of, parameters_of
 from unirl.models.policies.decoder import ChunkDecoderPolicy
 from unirl.models.policies.flow import FlowPolicy
 from unirl.models.policies.networks import (
@@ -37,6 +38,7 @@ from unirl.sde.noise import key_seed
 from unirl.types.device import CPU
 from unirl.types.environments import STATE, ActionSpace, ContinuousActions, DiscreteActions
 from unirl.types.facts import ActionFacts
+from unirl.types.protocols import TORCH_DTYPES
 
 POLICY, FROZEN = "policy", "frozen"
 """The component that is trained, and the folder of a policy that it steers in an export."""
@@ -484,6 +486,19 @@ class SteeredBundle(PolicyBundle):
         frozen = settings["frozen"]
         owner, values = opener_of(frozen) if isinstance(frozen, str) else (frozen.schema.owner, frozen.values)
         return steered_facts(owner.facts_from(values))
+
+    @classmethod
+    def held(cls, settings: Mapping[str, Any]) -> HeldModel:
+        """The size of the frozen policy. A small one, without language model, is built to be counted."""
+        owner: Any
+        name, frozen = "frozen policy", settings["frozen"]
+        owner, values = opener_of(frozen) if isinstance(frozen, str) else (frozen.schema.owner, frozen.values)
+        if not issubclass(owner, PolicyBundle):
+            parameters = sum(owner.estimate_from(values).parameters.values())
+            return HeldModel(name, parameters, parameters * TORCH_DTYPES[values["dtype"]].itemsize)
+        inner = opened(frozen, CPU) if isinstance(frozen, str) else build(frozen, device=CPU, seed=0)
+        network = inner.trainable()
+        return HeldModel(name, parameters_of(network), bytes_of(network))
 
     def stage(self) -> ActionStage:
         network = self.trainable()

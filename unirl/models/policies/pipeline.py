@@ -24,7 +24,15 @@ from unirl.models.policies.stage import ActionCanaryInputs, ActionStage
 from unirl.models.policies.videos import Camera, EpisodeVideos, videos_of
 from unirl.sde.noise import NoiseSource, key_seed
 from unirl.types.batch import bounds_of
-from unirl.types.environments import Environment, EnvironmentSpaces, EnvironmentStep, EpisodeStart, Expert, Observations
+from unirl.types.environments import (
+    NOT_REPORTED,
+    Environment,
+    EnvironmentSpaces,
+    EnvironmentStep,
+    EpisodeStart,
+    Expert,
+    Observations,
+)
 from unirl.types.facts import ActionFacts
 from unirl.types.primitives import Episodes
 from unirl.types.progress import progress
@@ -32,7 +40,7 @@ from unirl.types.protocols import Capabilities
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp
 from unirl.types.sampling import ActionSamplingParams
-from unirl.types.segments import ActionSegment
+from unirl.types.segments import ActionSegment, reported
 
 START_OPTIONS = "start"
 """The key of a prompt's metadata with the options of its episodes."""
@@ -62,6 +70,7 @@ class Record:
         rows = torch.cat(self.rows)
         order = rows.argsort(stable=True)
         columns = {name: torch.cat(values)[order] for name, values in self.columns.items()}
+        columns["success"] = columns["success"].to(torch.int8)
         observations = {key: torch.cat(values)[order] for key, values in self.observations.items()}
         counts = torch.bincount(rows, minlength=num_rows).tolist()
         return ActionSegment(
@@ -274,29 +283,31 @@ class EpisodeLoop:
         self.failed: dict[int, str] = {}
         """Why the environments of some rows failed, by row."""
         self.block: Tensor | None = None
-        self.instructions = self.stage.instructions(req.prompts())
+        self.tasks = req.prompts()
+        self.instructions = self.stage.instructions(self.tasks)
+        self.take(torch.arange(self.count))
 
     def run(self) -> EpisodeLoop:
         """Act until every row is done."""
-        rows = torch.arange(self.count)
-        observations = self.begin(rows.tolist())
+        observations = self.begin(self.slots)
         decision = 0
-        while len(rows):
+        while self.slots:
+            rows = self.rows
             if self.camera is not None:
                 self.camera.before(decision)
             seen = self.seen(rows, observations)
-            chosen = self.stage.decide(seen, self.noise_at(decision, rows), self.params.deterministic)
+            chosen = self.stage.decide(seen, self.noise_at(decision), self.params.deterministic)
             columns = {"actions": chosen["actions"], "logp": chosen["logp"]}
             executed = chosen["executed"]
             if self.expert is not None:
                 columns["labels"] = self.expert.label(observations)
                 taken = columns["labels"][:, None]
-                acts = self.expert_acts(decision, rows).view(-1, *[1] * (taken.dim() - 1))
+                acts = self.expert_acts(decision).view(-1, *[1] * (taken.dim() - 1))
                 executed = torch.where(acts, taken, executed)
             decision += 1
-            after = self.act(rows, executed)
+            after = self.act(executed)
             recorded = {key: chosen[key] if key in chosen else seen[key] for key in self.stage.facts.inputs}
-            self.add(rows, recorded, after, columns)
+            self.add(recorded, after, columns)
             ended = after.terminated | after.truncated
             is_last = self.limit is not None and decision == self.limit
             if not (is_last or self.failed or bool(ended.any())):  # most decisions
@@ -308,12 +319,18 @@ class EpisodeLoop:
                 self.camera.after([row for row in rows[over].tolist() if row not in self.failed])
             # The observation after a cut is not seen by a decision, but its value counts.
             cut = (after.truncated | (~ended if is_last else torch.zeros_like(ended))) & ~after.terminated
-            cut &= torch.tensor([row not in self.failed for row in rows.tolist()])
+            cut &= torch.tensor([row not in self.failed for row in self.slots])
             self.add_context(rows, cut, after.observations, columns)
             self.finished[rows] = after.terminated
-            rows, observations = self.go_on(rows, after, ended, is_last)
+            observations = self.go_on(after, ended, is_last)
             progress("decision")
         return self
+
+    def take(self, rows: Tensor) -> None:
+        """Let `rows` [n] be those that act, with the columns that are the same at each of their decisions."""
+        self.rows, self.slots = rows, rows.tolist()
+        self.decided = torch.ones(len(self.slots), dtype=torch.bool)
+        self.sizes = torch.full((len(self.slots),), self.env.spaces.chunk)
 
     def begin(self, rows: Sequence[int]) -> Observations:
         """Start the next episode of some rows. The first episodes of a group are equal; later ones are not."""
@@ -324,7 +341,7 @@ class EpisodeLoop:
             id = self.req.group_ids[row] if number == 0 else self.req.sample_ids[row]
             seed = start_seed(self.noise, id, number)
             options = self.req.metadata[row].get(START_OPTIONS, {})
-            starts.append(EpisodeStart(seed=seed, task=self.req.prompts()[row], options=options))
+            starts.append(EpisodeStart(seed=seed, task=self.tasks[row], options=options))
         return self.env.reset(rows, starts)
 
     def seen(self, rows: Tensor, observations: Observations) -> Observations:
@@ -332,7 +349,7 @@ class EpisodeLoop:
         told = {key: tokens[rows] for key, tokens in self.instructions.items()}
         return {key: observations[key] for key in self.stage.facts.observations if key not in told} | told
 
-    def noise_at(self, decision: int, rows: Tensor) -> Tensor:
+    def noise_at(self, decision: int) -> Tensor:
         """[n, *noise_shape] the noise of a decision, which depends on row and decision alone."""
         policy = self.stage.policy
         number, place = divmod(decision, NOISE_BLOCK)
@@ -340,45 +357,48 @@ class EpisodeLoop:
             draw = self.noise.normal if policy.noise == "normal" else self.noise.uniform
             self.block = draw(self.req.sample_ids, f"act{number}", (NOISE_BLOCK, *policy.noise_shape))
         assert self.block is not None
-        return self.block[:, place] if len(rows) == self.count else self.block[rows, place]
+        return self.block[:, place] if len(self.slots) == self.count else self.block[self.rows, place]
 
-    def expert_acts(self, decision: int, rows: Tensor) -> Tensor:
+    def expert_acts(self, decision: int) -> Tensor:
         """[n] bool, the rows in which the expert acts, each with probability beta of the step."""
-        ids = [self.req.sample_ids[row] for row in rows.tolist()]
+        ids = [self.req.sample_ids[row] for row in self.slots]
         return self.noise.uniform(ids, f"expert{decision}", ()) < self.params.beta(self.req.step)
 
-    def act(self, rows: Tensor, executed: Tensor) -> EnvironmentStep:
+    def act(self, executed: Tensor) -> EnvironmentStep:
         """The outcome of a chunk of actions [n, chunk, ...]: rewards are summed, until an episode ends."""
-        slots, size = rows.tolist(), self.env.spaces.chunk
+        size = self.env.spaces.chunk
         executed = executed if size == 1 else executed.unflatten(1, (-1, size))
-        step = self.env.step(slots, executed[:, 0])
-        self.note_faults(slots, step)
-        self.steps = torch.full((len(rows),), size)
+        step = self.env.step(self.slots, executed[:, 0])
+        self.note_faults(self.slots, step)
+        self.steps = self.sizes
         for place in range(1, executed.shape[1]):
             going = torch.nonzero(~(step.terminated | step.truncated))[:, 0]
             if not len(going):
                 break
-            later = self.env.step(rows[going].tolist(), executed[going, place])
-            self.note_faults(rows[going].tolist(), later)
-            self.steps[going] += size
+            slots = self.rows[going].tolist()
+            later = self.env.step(slots, executed[going, place])
+            self.note_faults(slots, later)
+            self.steps = self.steps.index_add(0, going, self.sizes[: len(going)])
             step = joined(step, later, going)
         return step
 
     def note_faults(self, slots: Sequence[int], step: EnvironmentStep) -> None:
         """Rows whose environment failed do not count, and do not go on."""
+        if not step.faults:
+            return
         self.failed |= {
             slots[entry]: reason for entry, reason in step.faults.items() if slots[entry] not in self.failed
         }
         if self.camera is not None:
             self.camera.running.difference_update(self.failed)
 
-    def add(self, rows: Tensor, seen: Observations, after: EnvironmentStep, columns: dict[str, Tensor]) -> None:
+    def add(self, seen: Observations, after: EnvironmentStep, columns: dict[str, Tensor]) -> None:
         """Record one decision of each row."""
         self.record.add(
-            rows,
+            self.rows,
             seen,
             **columns,
-            loss_mask=torch.ones(len(rows), dtype=torch.bool),
+            loss_mask=self.decided,
             rewards=after.rewards,
             terminated=after.terminated,
             truncated=after.truncated,
@@ -400,15 +420,16 @@ class EpisodeLoop:
             rewards=torch.zeros(count),
             terminated=nothing,
             truncated=nothing,
-            success=nothing,
+            success=torch.full((count,), NOT_REPORTED, dtype=torch.int8),
             num_steps=torch.zeros(count, dtype=torch.int64),
         )
 
-    def go_on(self, rows: Tensor, after: EnvironmentStep, ended: Tensor, is_last: bool) -> tuple[Tensor, Observations]:
-        """The rows that decide again, and what they observe."""
-        alive = torch.tensor([row not in self.failed for row in rows.tolist()])
+    def go_on(self, after: EnvironmentStep, ended: Tensor, is_last: bool) -> Observations:
+        """Keep the rows that decide again. Returns what they observe."""
+        rows, alive = self.rows, torch.tensor([row not in self.failed for row in self.slots])
         if is_last:
-            return rows[:0], {}
+            self.take(rows[:0])
+            return {}
         observations = dict(after.observations)
         again = ended & alive
         if self.params.continuing and bool(again.any()):
@@ -417,8 +438,9 @@ class EpisodeLoop:
                 observations[key] = observations[key].index_copy(0, torch.nonzero(again)[:, 0], value)
         stays = alive & (~ended | self.params.continuing)
         if bool(stays.all()):
-            return rows, observations
-        return rows[stays], {key: value[stays] for key, value in observations.items()}
+            return observations
+        self.take(rows[stays])
+        return {key: value[stays] for key, value in observations.items()}
 
     def frames_of(self, row: int) -> Sequence[Tensor]:
         """The frames [3, h, w] uint8 of a row; none if it is not drawn."""
@@ -448,16 +470,24 @@ def joined(step: EnvironmentStep, later: EnvironmentStep, going: Tensor) -> Envi
         rewards=step.rewards.index_add(0, going, later.rewards),
         terminated=step.terminated.index_copy(0, going, later.terminated),
         truncated=step.truncated.index_copy(0, going, later.truncated),
-        success=step.success.index_copy(0, going, step.success[going] | later.success),
+        success=step.success.index_copy(0, going, step.success[going].maximum(later.success)),
     )
 
 
 def episodes_of(segment: ActionSegment, faults: list[str]) -> Episodes:
-    """What became of the episodes of each row; zeros for a row without a decision.
+    """What became of the episodes of each row; zeros for a row without a decision, which has no success.
 
     Args:
         faults: [B] why the environment of a row failed.
     """
     totals = segment.totals()
-    means = {name: torch.tensor([sum(row) / len(row) if row else 0.0 for row in rows]) for name, rows in totals.items()}
-    return Episodes(returns=means["returns"], success=means["success"], lengths=means["steps"], faults=faults)
+
+    def means(rows: Sequence[Sequence[float]], without: float) -> Tensor:
+        return torch.tensor([sum(row) / len(row) if row else without for row in rows])
+
+    return Episodes(
+        returns=means(totals["returns"], 0.0),
+        lengths=means(totals["steps"], 0.0),
+        success=means([reported(row) for row in totals["success"]], torch.nan),
+        faults=faults,
+    )

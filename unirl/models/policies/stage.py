@@ -135,7 +135,7 @@ class ActionStage:
         deterministic: bool = False,
         entropy: bool = False,
     ) -> Outputs:
-        count, device = len(next(iter(observations.values()))), self._device()
+        count, device = next(iter(observations.values())).shape[0], self._device()  # `len` takes ten times as long
         with self.autocast():
             outputs = self.network(
                 self._padded(observations, count, device),

@@ -10,11 +10,14 @@ from unirl.reward.base import RewardScorer
 from unirl.types.protocols import Capabilities
 from unirl.types.reward import RewardRequest, RewardResponse, ScoringFailure
 
+NO_SUCCESS = "reports no success, which is the reward. Set reward.backend.reward=return, or let it report one"
+
 
 class EpisodeReturnRewardScorer(RewardScorer):
-    """The mean return of the episodes of a row, or the fraction of them that succeeded. Both are components.
+    """The mean return of the episodes of a row, or the fraction of them that succeeded.
 
-    A row whose environment failed has no score: `reward.on_failure` says what happens then.
+    With the return as the reward, success is logged only, for rows whose environment reports it. A row has no score if
+    its environment failed, or reports no success that is the reward: `reward.on_failure` says what happens then.
     """
 
     reads = ("episodes",)
@@ -30,15 +33,20 @@ class EpisodeReturnRewardScorer(RewardScorer):
     def score(self, request: RewardRequest) -> RewardResponse:
         assert request.episodes is not None
         episodes = request.episodes
-        scores = {"return": episodes.returns, "success": episodes.success}
-        failures = {
-            row: (
-                ScoringFailure("environment", f"the environment of sample {request.sample_ids[row]!r} failed: {why}"),
-            )
-            for row, why in enumerate(episodes.faults)
-            if why
-        }
-        failed = torch.tensor([bool(why) for why in episodes.faults])
+        reasons = {row: f"failed: {why}" for row, why in enumerate(episodes.faults) if why}
+        if self.reward == "success":
+            unknown = episodes.success.isnan().nonzero()[:, 0].tolist()
+            reasons = dict.fromkeys(unknown, NO_SUCCESS) | reasons
+        failed = torch.tensor([row in reasons for row in range(len(request))])
+        success = episodes.success.masked_fill(failed, torch.nan)
+        is_logged = self.reward == "return" and not bool(success.isnan().all())
+        scores = {"return": episodes.returns} | ({"success": success} if self.reward == "success" else {})
         return RewardResponse(
-            total=scores[self.reward].masked_fill(failed, torch.nan), components=scores, failures=failures
+            total=scores[self.reward].masked_fill(failed, torch.nan),
+            components=scores,
+            logged_rewards={"success": success} if is_logged else {},
+            failures={
+                row: (ScoringFailure("environment", f"the environment of sample {request.sample_ids[row]!r} {why}"),)
+                for row, why in reasons.items()
+            },
         )

@@ -105,11 +105,15 @@ def record(
 
 
 def act(root: Path, step: int = 6) -> list[dict]:
-    """Makes three of the four training samples of a run of texts episodes of two tasks, and returns all four."""
+    """Makes three of the four training samples of a run of texts episodes of two tasks, and returns all four.
+
+    The second task reports no success.
+    """
     manifest = root / "samples" / f"step-{step:06d}" / "manifest.jsonl"
     rows = [json.loads(line) for line in manifest.read_text().splitlines()]
     for i in range(3):
         rows[i]["facts"] = {"episodes": 1, "steps": 10 * (i + 1), "success": i == 1}
+    del rows[2]["facts"]["success"]
     rows[2] |= {"prompt": "", "group_id": "start1@0"}
     rows[3]["facts"] = {"episodes": 1, "steps": "nan", "success": True}
     manifest.write_text("".join(f"{json.dumps(row)}\n" for row in rows))

@@ -178,11 +178,11 @@ def test_episodes_have_means_by_step_and_by_task_and_the_newest_come_first(root,
     with viewer(tmp_path) as served:
         found = json.loads(served.ask(f"/api/runs/{id_of(acting)}/episodes")[2])
     assert found["steps"] == [
-        {"kind": "samples", "name": 6, "count": 3, "reward": pytest.approx(0.25), "length": 20.0, "success": 1 / 3}
+        {"kind": "samples", "name": 6, "count": 3, "reward": pytest.approx(0.25), "length": 20.0, "success": 0.5}
     ]
     assert [(task["name"], task["count"], task["success"]) for task in found["tasks"]] == [
         (PROMPTS[0], 2, 0.5),
-        ("start1", 1, 0.0),
+        ("start1", 1, None),
     ]
     assert [row["sample_id"] for row in found["rows"]] == [row["sample_id"] for row in rows[:3]]
     assert data(f"/api/runs/{id_of(root / 'image')}/episodes")["total"] == 0

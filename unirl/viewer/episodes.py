@@ -15,8 +15,8 @@ MAX_STEPS = 20
 """Newest steps, and newest evaluations, whose episodes are read."""
 MAX_TILES = 60
 """Newest episodes that are shown."""
-SUCCESS, LENGTH = "success", "steps"
-"""Facts of an episode: whether the environment reported success, and the number of its steps."""
+SUCCESS, LENGTH, COUNT = "success", "steps", "episodes"
+"""Facts of a row: whether it had success, if its environment reports that, its steps, and its number of episodes."""
 
 
 def episodes(library: RunLibrary, id: str) -> dict[str, object]:
@@ -41,7 +41,7 @@ def episodes(library: RunLibrary, id: str) -> dict[str, object]:
 
 
 def _is_episode(row: SampleRow) -> bool:
-    return all(isinstance(row.facts.get(name), (int, float)) for name in (SUCCESS, LENGTH))
+    return all(isinstance(row.facts.get(name), (int, float)) for name in (COUNT, LENGTH))
 
 
 def _task(row: SampleRow) -> str:
@@ -52,10 +52,14 @@ def _task(row: SampleRow) -> str:
 def _means(
     found: Sequence[IndexedSample], key: Callable[[IndexedSample], tuple[Kind, int | str]]
 ) -> list[dict[str, object]]:
-    """A row for each key, in the order of its first episode: number of episodes, mean reward, length and success."""
+    """A row for each key, in the order of its first episode: number of episodes, mean reward, length and success.
+
+    The success is None if no environment reported it.
+    """
     groups: dict[tuple[Kind, int | str], list[SampleRow]] = {}
     for each in found:
         groups.setdefault(key(each), []).append(each.facts)
+    told = {key: [float(row.facts[SUCCESS]) for row in rows if SUCCESS in row.facts] for key, rows in groups.items()}
     return [
         {
             "kind": kind,
@@ -63,7 +67,7 @@ def _means(
             "count": len(rows),
             "reward": fmean(row.reward for row in rows),
             "length": fmean(float(row.facts[LENGTH]) for row in rows),
-            "success": fmean(float(row.facts[SUCCESS]) for row in rows),
+            "success": fmean(told[kind, name]) if told[kind, name] else None,
         }
         for (kind, name), rows in groups.items()
     ]

@@ -28,10 +28,11 @@ export async function show(context) {
 }
 
 function succeeded(share) {
+  if (share === undefined) return "success not reported";
   return share === true || share === 1 ? "success" : share === false || share === 0 ? "no success" : `success ${(100 * share).toFixed(0)} %`;
 }
 
 function means(title, rows) {
   return table([title, "From", "Episodes", "Reward", "Steps", "Success"], rows.map((row) =>
-    [row.name, WHERE[row.kind], row.count, number(row.reward), number(row.length, 1), `${(100 * row.success).toFixed(0)} %`]), [2, 3, 4, 5]);
+    [row.name, WHERE[row.kind], row.count, number(row.reward), number(row.length, 1), row.success === null ? "" : `${(100 * row.success).toFixed(0)} %`]), [2, 3, 4, 5]);
 }

@@ -56,6 +56,8 @@ fi
 
 bin="${VENV_DIR:-$root/.venv}/bin"
 address="$head_ip:$port"
+# Ray starts workers with a niceness of 15, which starves them wherever other processes use the cores.
+export RAY_worker_niceness="${RAY_worker_niceness:-0}"
 read -ra more <<<"${RAY_START_ARGS:-}"
 start=("$bin/ray" start --block --disable-usage-stats ${more[@]+"${more[@]}"})
 if ((rank == 0)); then

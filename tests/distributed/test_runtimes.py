@@ -54,6 +54,12 @@ def test_heavy_fields_stay_on_the_workers(pool, camera) -> None:
     assert pool.traffic - before < 8 * 256 * 256 * 4 / 10
 
 
+def test_workers_have_the_priority_of_the_driver(camera) -> None:
+    """Ray would give them 15 less, and whatever else runs on the machine would come first."""
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in camera.pids()} == {own}
+
+
 def test_columns_are_freed_with_their_step(pool, camera) -> None:
     pool.step = 0
     old = camera.shoot(ids(2))

@@ -97,6 +97,8 @@ def start(num_cpus: int, is_second_try: bool = False) -> None:
     _is_shutting_down.clear()
     # Ray reports usage to its vendor by default; this variable is the only switch.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray starts workers with a niceness of 15, which starves them wherever other processes use the cores.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     try:
         _init(num_cpus)
     except Exception as error:  # Ray raises plain exceptions if one of its processes does not come up

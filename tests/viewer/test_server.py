@@ -10,13 +10,15 @@ from itertools import chain
 
 import pytest
 
+from tests.processes import wait_until
 from tests.recorded_runs import PIECES, PROMPTS, act, record
 from tests.viewer.serving import NAMED, TOKEN, viewer
 from unirl.tracking.record import RunRecord
 from unirl.viewer import library as library_module
 from unirl.viewer.app import byte_range
 from unirl.viewer.guard import COOKIE
-from unirl.viewer.library import id_of
+from unirl.viewer.library import RunLibrary, id_of
+from unirl.viewer.pages import runs
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +71,13 @@ def test_all_runs_are_listed_with_what_their_records_say(root, data):
     shown = listed["image"]
     assert (shown["steps"], shown["total_steps"], shown["first_reward"], shown["last_reward"]) == (6, 6, 0.1, 0.6)
     assert shown["id"] == id_of(root / "image")
+
+
+def test_the_newest_run_of_the_list_is_read_before_its_page_is_asked_for(root):
+    library = RunLibrary([root])
+    newest, *others = [row["id"] for row in runs(library)["runs"]]
+    assert wait_until(lambda: library.open(newest).tables_are_complete, 30)
+    assert not any(library.open(id).tables_are_complete for id in others)
 
 
 def test_curves_are_those_of_the_record(root, data):

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from unirl.tracking.catalog import run_roots
@@ -84,6 +84,17 @@ class RunLibrary:
             if len(self._open) > MAX_OPEN:
                 self._open.popitem(last=False)
             return run
+
+    def read_ahead(self, id: str) -> None:
+        """Read the tables of a run in another thread, if nobody asked for it so far: its page is then shown at once."""
+        with self._lock:
+            is_open = id in self._open
+        if not is_open:
+            threading.Thread(target=self._read, args=(id,), name="read-ahead", daemon=True).start()
+
+    def _read(self, id: str) -> None:
+        with suppress(NoSuchRun, OSError), self.open(id).reading():  # its page says what is wrong with the run
+            pass
 
 
 def id_of(root: Path) -> str:

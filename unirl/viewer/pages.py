@@ -54,16 +54,15 @@ class ComparisonRequest:
 
 
 def runs(library: RunLibrary) -> dict[str, object]:
-    """All runs, newest first."""
+    """All runs, newest first. The newest is read already, since its page is the likeliest to follow."""
     rows = [
         asdict(overview_of(RunRecord(root))) | {"id": id, "name": root.resolve().name}
         for id, root in library.roots().items()
     ]
-    return {
-        "folders": [str(folder) for folder in library.folders],
-        "remarks": REMARKS,
-        "runs": sorted(rows, key=lambda row: str(row["created"]), reverse=True),
-    }
+    rows.sort(key=lambda row: str(row["created"]), reverse=True)
+    if rows:
+        library.read_ahead(str(rows[0]["id"]))
+    return {"folders": [str(folder) for folder in library.folders], "remarks": REMARKS, "runs": rows}
 
 
 def run_page(library: RunLibrary, id: str) -> dict[str, object]:

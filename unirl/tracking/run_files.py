@@ -204,8 +204,6 @@ class RunFiles:
 
 def number(value: object) -> float | None:
     """A number of a file as float; `nan` and `inf` are stored as text. None for anything else."""
-    if type(value) is float:  # nearly all are
-        return value
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:
@@ -216,7 +214,11 @@ def number(value: object) -> float | None:
 
 def numbers(row: Mapping[str, object]) -> dict[str, float]:
     """The entries of a row that are numbers. A step that is not finite is left out."""
-    found = {name: parsed for name, value in row.items() if name and (parsed := number(value)) is not None}
+    found = {name: value for name, value in row.items() if type(value) is float}  # nearly all are
+    if len(found) < len(row):
+        others = {name: number(value) for name, value in row.items() if name not in found}
+        found |= {name: value for name, value in others.items() if value is not None}
+    found.pop("", None)
     if not math.isfinite(found.get("step", 0.0)):
         del found["step"]
     return found

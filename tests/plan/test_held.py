@@ -56,8 +56,11 @@ def test_the_video_model_of_an_environment_is_as_large_as_the_one_that_is_loaded
 
 def test_the_plan_of_a_policy_of_unknown_size_names_what_is_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
     for recipe, line in (
-        ("embodied/libero_pi0_dsrl", "beside it  frozen policy: 63.3k parameters, 0.00 GiB, not trained"),
-        ("embodied/world_model_pixel_reach_grpo", "beside it  video model: 58.8k parameters, 0.00 GiB, not trained"),
+        ("embodied/libero_pi0_dsrl", "untrained  frozen policy: 63.3k parameters, 0.00 GiB, beside the trained policy"),
+        (
+            "embodied/world_model_pixel_reach_grpo",
+            "untrained  video model: 58.8k parameters, 0.00 GiB, beside the trained policy",
+        ),
     ):
         assert main(["plan", recipe, "scale=toy"]) == 0
         assert line in capsys.readouterr().out

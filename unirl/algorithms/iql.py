@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
 from msgspec import Meta
 from torch import Tensor, nn
 
-from unirl.algorithms.shared.checks import check_no_expert, check_rewards_of_data
-from unirl.algorithms.shared.critic_ensemble import Critics, ValueCritics, check_vectors
-from unirl.algorithms.shared.transition_loss import BatchLoss, TransitionLoss
+from unirl.algorithms.shared.critic_ensemble import ValueCritics, check_vectors
+from unirl.algorithms.shared.critic_loss import CriticLoss
+from unirl.algorithms.shared.transition_loss import BatchLoss
 from unirl.config.errors import IncompatibleError
 from unirl.models.policies.stage import ActionStage
-from unirl.sde.noise import key_seed
 from unirl.types.environments import ContinuousActions
 from unirl.types.facts import ActionFacts, ModelFacts
-from unirl.types.protocols import Needs
 from unirl.types.results import Metric, Metrics
-from unirl.types.sampling import ActionSamplingParams
 from unirl.types.segments import ActionSegment
 from unirl.types.transitions import Transitions, transitions_of
 
@@ -29,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class IQL(TransitionLoss):
+class IQL(CriticLoss):
     """Implicit Q-learning. Kostrikov et al. 2021, arXiv:2110.06169, eqs. 5 to 7; means over a batch (o, a, R, o').
 
     A    = min over critics of Q_target(o, a) - V(o)
@@ -42,12 +39,6 @@ class IQL(TransitionLoss):
     `stack.offline_share` is 1, from the policy itself.
     """
 
-    gamma: Annotated[float, Meta(ge=0, le=1)] = 0.99
-    """Discount of one decision."""
-    tau: Annotated[float, Meta(gt=0, le=1)] = 0.005
-    """Weight of the live critics in an update of their targets."""
-    members: Annotated[int, Meta(ge=1)] = 2
-    """Number of critics."""
     expectile: Annotated[float, Meta(gt=0, lt=1)] = 0.7
     """V is this expectile of Q over the actions of the data: 0.5 their mean, towards 1 their largest."""
     beta: Annotated[float, Meta(ge=0)] = 3.0
@@ -56,12 +47,6 @@ class IQL(TransitionLoss):
     """Bound of the weight of an action."""
     norm: Literal["layer"] | None = None
     """Normalization in the critics."""
-
-    has_errors: ClassVar[bool] = True
-
-    @property
-    def needs(self) -> Needs:
-        return Needs(value=True, advantages=False)
 
     def check_facts(self, facts: ModelFacts) -> None:
         if not isinstance(facts, ActionFacts):
@@ -79,23 +64,7 @@ class IQL(TransitionLoss):
 
     def build_head(self, stage: ActionStage, width: int, seed: int) -> nn.Module:
         self.check_facts(stage.facts)
-        critics = Critics(
-            stage.facts.inputs,
-            stage.policy.decision_size,
-            members=self.members,
-            width=width,
-            depth=stage.depth,
-            norm=self.norm,
-            alpha=1.0,
-            seed=key_seed(seed, "critics"),
-        )
-        return ValueCritics(critics, stage.build_value_head(width, seed))
-
-    def check_sampling(self, sampling: ActionSamplingParams) -> None:
-        check_no_expert(sampling)
-
-    def check_demonstrations(self, has_rewards: bool) -> None:
-        check_rewards_of_data("IQL", has_rewards)
+        return ValueCritics(self.build_critics(stage, width, seed, self.norm), stage.build_value_head(width, seed))
 
     def transitions(
         self, stage: ActionStage, segment: ActionSegment, weight: Float[Tensor, "B"], n_step: int

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
 from msgspec import Meta
 from torch import Tensor, nn
 
-from unirl.algorithms.shared.checks import check_no_expert, check_rewards_of_data
 from unirl.algorithms.shared.critic_ensemble import Critics, check_vectors
-from unirl.algorithms.shared.transition_loss import BatchLoss, TransitionLoss
+from unirl.algorithms.shared.critic_loss import CriticLoss
+from unirl.algorithms.shared.transition_loss import BatchLoss
 from unirl.config.errors import IncompatibleError, InvalidValueError
 from unirl.models.policies.stage import ActionStage
-from unirl.sde.noise import key_seed
 from unirl.types.facts import ActionFacts, ModelFacts
-from unirl.types.protocols import Needs
 from unirl.types.results import Metric, Metrics
-from unirl.types.sampling import ActionSamplingParams
 from unirl.types.segments import ActionSegment
 from unirl.types.transitions import Transitions, transitions_of
 
@@ -28,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SAC(TransitionLoss):
+class SAC(CriticLoss):
     """Soft actor-critic. Haarnoja et al. 2018, arXiv:1812.05905, eqs. 5, 7 and 18; means over a batch (o, a, R, o').
 
     y    R + gamma^n (1 - terminated) (Q_target(o', a') - alpha log pi(a'|o')),   a' ~ pi(o')
@@ -46,12 +43,6 @@ class SAC(TransitionLoss):
     REDQ (Chen et al. 2021, arXiv:2101.05982): `members: 10`, `subset: 2`, `stack.updates_per_decision: 20`.
     """
 
-    gamma: Annotated[float, Meta(ge=0, le=1)] = 0.99
-    """Discount of one decision."""
-    tau: Annotated[float, Meta(gt=0, le=1)] = 0.005
-    """Weight of the live critics in an update of their targets."""
-    members: Annotated[int, Meta(ge=1)] = 2
-    """Number of critics, E."""
     subset: Annotated[int, Meta(ge=1)] = 2
     """Critics, drawn for each update, whose minimum is the target."""
     actor_value: Literal["min", "mean"] = "min"
@@ -67,8 +58,6 @@ class SAC(TransitionLoss):
     target_entropy: float | None = None
     """H in nats. If absent, minus the dimensions of a decision."""
 
-    has_errors: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.subset > self.members:
@@ -79,10 +68,6 @@ class SAC(TransitionLoss):
             raise IncompatibleError(
                 "algorithm.norm=batch has no statistics for averaged weights. Set algorithm.target=live (CrossQ)"
             )
-
-    @property
-    def needs(self) -> Needs:
-        return Needs(value=True, advantages=False)
 
     def check_facts(self, facts: ModelFacts) -> None:
         if not isinstance(facts, ActionFacts):
@@ -97,27 +82,12 @@ class SAC(TransitionLoss):
 
     def build_head(self, stage: ActionStage, width: int, seed: int) -> nn.Module:
         self.check_facts(stage.facts)
-        return Critics(
-            stage.facts.inputs,
-            stage.policy.decision_size,
-            members=self.members,
-            width=width,
-            depth=stage.depth,
-            norm=self.norm,
-            alpha=self.alpha,
-            seed=key_seed(seed, "critics"),
-        )
-
-    def check_sampling(self, sampling: ActionSamplingParams) -> None:
-        check_no_expert(sampling)
+        return self.build_critics(stage, width, seed, self.norm, self.alpha)
 
     def transitions(
         self, stage: ActionStage, segment: ActionSegment, weight: Float[Tensor, "B"], n_step: int
     ) -> Transitions:
         return transitions_of(segment, weight, self.gamma, n_step)
-
-    def check_demonstrations(self, has_rewards: bool) -> None:
-        check_rewards_of_data("SAC", has_rewards)
 
     def demonstrated(self, stage: ActionStage, segment: ActionSegment, n_step: int) -> Transitions:
         found = transitions_of(segment, torch.ones(len(segment)), self.gamma, n_step)

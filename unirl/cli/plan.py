@@ -240,8 +240,8 @@ def _unsized_text(recipe: Recipe) -> str:
 def _held_text(config: RecipeConfig) -> list[str]:
     """A line for each model that lies beside the policy."""
     return [
-        f"beside it  {model.name}: {_count(model.parameters)} parameters, {gib_text(model.num_bytes / GIB)} GiB, "
-        "not trained"
+        f"untrained  {model.name}: {_count(model.parameters)} parameters, {gib_text(model.num_bytes / GIB)} GiB, "
+        "beside the trained policy"
         for model in held_models(config)
     ]
 

@@ -220,7 +220,7 @@ class Slots:
 
 
 def success_in(info: Mapping[str, Any]) -> int:
-    """Whether the information of a step reports success under `success` or `is_success`: 1, 0, or NOT_REPORTED."""
+    """1 if `success` or `is_success` in `info` is true, 0 if it is false, NOT_REPORTED without either."""
     reported = info.get("success", info.get("is_success"))
     return NOT_REPORTED if reported is None else int(np.any(reported))
 

@@ -129,7 +129,7 @@ class Sizes:
     buffers: int = 0  # numbers of the trained module that are no parameters, and are never sharded
     encoder_parameters: int = 0
     vae_parameters: int = 0
-    held_bytes: int = 0  # of models beside it that nothing trains: a video model as environment, a frozen policy
+    held_bytes: int = 0  # of untrained models on the same device: the video model of an environment, a frozen policy
     trainable_parameters: int
     dtype_bytes: int
     full_training: bool

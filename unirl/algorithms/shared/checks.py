@@ -24,15 +24,6 @@ def check_no_expert(sampling: ActionSamplingParams) -> None:
         )
 
 
-def check_rewards_of_data(loss: str, has_rewards: bool) -> None:
-    """Raises IncompatibleError (2020) if a data set has no rewards, from which the `loss` learns."""
-    if not has_rewards:
-        raise IncompatibleError(
-            f"stack.offline: the data set has no rewards, from which {loss} learns. Take one with rewards (next.reward "
-            "of LeRobot), or imitate it with unirl.algorithms.imitation.BehaviourCloning"
-        )
-
-
 def check_coefficients(**keys: float) -> None:
     """Keys of a loss that must be finite and >= 0."""
     for name, value in keys.items():

@@ -475,7 +475,7 @@ def joined(step: EnvironmentStep, later: EnvironmentStep, going: Tensor) -> Envi
 
 
 def episodes_of(segment: ActionSegment, faults: list[str]) -> Episodes:
-    """What became of the episodes of each row; zeros for a row without a decision, which has no success.
+    """Mean return, success and length of the episodes of each row. Without a decision they are 0, NaN and 0.
 
     Args:
         faults: [B] why the environment of a row failed.

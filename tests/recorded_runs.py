@@ -55,6 +55,7 @@ def evaluation(level: float, media: Batch, prompts: tuple[str, ...] = PROMPTS) -
         rewards=rewards,
         components={"shape": rewards / 2},
         media=media,
+        track="image",
     )
 
 

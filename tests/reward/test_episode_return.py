@@ -68,6 +68,7 @@ def test_evaluations_and_training_have_the_mean_of_what_was_reported(success, ex
         components=response.components,
         logged_rewards=response.logged_rewards,
         media=request().episodes.preview(),
+        track="image",
     )
     assert result.metrics().get("eval/success_mean") == expected and result.metrics()["eval/return_mean"] == 1.25
 

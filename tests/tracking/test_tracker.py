@@ -45,6 +45,7 @@ def evaluation(level: float) -> EvalResult:
         rewards=rewards,
         components={"shape": rewards / 2},
         media=ImagePreviews(pixels=(torch.arange(4 * 3 * 64).reshape(4, 3, 8, 8) * (1 + level)).to(torch.uint8)),
+        track="image",
     )
 
 

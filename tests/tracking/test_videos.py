@@ -313,6 +313,7 @@ def evaluation(gain: float) -> EvalResult:
         rewards=torch.tensor([0.1, 0.2, 0.3, 0.4]) + gain,
         components={},
         media=videos(9).preview(),
+        track="image",
     )
 
 

@@ -97,7 +97,8 @@ def test_series_are_bounded_and_finite_and_leave_out_what_is_context_only() -> N
     assert bounded({"a": [1.0] * (MOST_VALUES + 1), "b": [1.0, float("nan")], "c": []}) == {"a": (1.0,) * MOST_VALUES}
 
 
-def test_what_differs_is_named_and_the_status_says_so(recorded, tmp_path, capsys) -> None:
+def test_what_differs_is_named_and_the_status_says_so(recorded, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("unirl.cli.start.PERIOD_S", 0.001)
     changed = tmp_path / "changed"
     shutil.copytree(recorded, changed)
     table = changed / "metrics.jsonl"
@@ -121,7 +122,7 @@ def test_what_differs_is_named_and_the_status_says_so(recorded, tmp_path, capsys
     assert main(["replay", str(changed), "--step", "3", "--sample", one, "--out", str(tmp_path / "one")]) == 9
     shown = capsys.readouterr()
     assert f"sample   {one}: reward {manifest[1]['reward']:.6g}" in shown.out and "1 samples compared" in shown.out
-    assert "error[9006]: step 3 is not what" in shown.err
+    assert "error[9006]: step 3 is not what" in shown.err and "unirl: repeating: step 3 of 3, " in shown.err
 
 
 def test_a_trace_shows_the_latents_of_each_stored_position(recorded, tmp_path, capsys) -> None:

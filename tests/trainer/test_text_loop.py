@@ -17,7 +17,7 @@ from unirl.config.errors import ConfigError, DataError, Preempted
 from unirl.config.load import load
 from unirl.models.loading.toy_tokenizers import qwen3_tokenizer
 from unirl.plan.preflight import preflight
-from unirl.tracking.media import metrics_of_evaluation, read_samples
+from unirl.tracking.media import metrics_of_evaluation, read_samples, table_of_evaluation
 from unirl.tracking.tables import read_rows
 from unirl.trainer.assemble import build_trainer
 from unirl.trainer.text import TextTrainer
@@ -128,6 +128,7 @@ def test_right_answers_of_an_evaluation_are_counted_as_by_hand(finished) -> None
 def test_an_evaluation_repeats_at_equal_weights_and_training_does_not_see_it(finished, tmp_path) -> None:
     with trainer_of(tmp_path) as trainer:
         first, second = trainer.evaluate(), trainer.evaluate()
+        assert first.track == "text" and {row.track for row in table_of_evaluation(first).rows} == {"text"}
         assert first.media.texts == second.media.texts and first.rewards.equal(second.rewards)
         assert metrics_of_evaluation(first) == scores_of(finished, 0)["metrics"]
         trainer.train()

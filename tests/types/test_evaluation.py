@@ -26,6 +26,7 @@ def result(prompts: list[list[Answer | None]]) -> EvalResult:
         components={},
         answers=tuple(answer for _, answer in rows),
         media=Texts(texts=["."] * len(rows)),
+        track="text",
     )
 
 
@@ -112,6 +113,7 @@ def drawn(height: int, width: int, first: int, logged_rewards: dict[str, torch.T
         logged_rewards=logged_rewards,
         unscored=first,
         media=ImagePreviews(pixels=torch.full((2, 3, height, width), first, dtype=torch.uint8)),
+        track="image",
     )
 
 

@@ -147,7 +147,7 @@ def test_a_sample_shows_its_text_reward_and_lineage_without_acting_on_them(page,
     assert "<U+202E>turned {{7*7}}" in text
     assert "answer 8 at 0.8 <script>" in text
     assert page.locator("main img, main svg, main script").count() == 0
-    assert page.locator(".tree li").all_inner_texts()[1].startswith("image: answer 8")
+    assert page.locator(".tree li").all_inner_texts()[1].startswith("text: answer 8")
     page.keyboard.press("j")
     page.wait_for_selector("h1:has-text('Sample e:4@0:1')")
 

@@ -144,7 +144,7 @@ def test_a_sample_has_its_neighbours_and_its_lineage(root, tmp_path):
     manifest = copy / "samples/step-000006/manifest.jsonl"
     rows = [json.loads(line) for line in manifest.read_text().splitlines()]
     rows[1] |= {"track": "think", "sample_id": "parent"}
-    rows[2] |= {"parent_id": "parent", "facts": {"rewrite": "a longer prompt"}}
+    rows[2] |= {"track": "answer", "parent_id": "parent", "facts": {"rewrite": "a longer prompt"}}
     manifest.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with viewer(tmp_path) as served:
         _, _, body = served.ask(f"/api/runs/{id_of(copy)}/sample", kind="samples", step=6, row=2)
@@ -152,7 +152,7 @@ def test_a_sample_has_its_neighbours_and_its_lineage(root, tmp_path):
         _, _, body = served.ask(f"/api/runs/{id_of(copy)}/sample", kind="eval", step=6, row=3)
         held_out = json.loads(body)
     assert [(node["depth"], node["label"], node["row"]) for node in shown["lineage"]] == [
-        (0, "prompt", None), (1, "think", 1), (2, "rewrite", None), (3, "image", 2),
+        (0, "prompt", None), (1, "think", 1), (2, "rewrite", None), (3, "answer", 2),
     ]  # fmt: skip
     assert [row["row"] for row in shown["siblings"]] == [0, 1, 2, 3]
     assert [(row["step"], row["sample_id"]) for row in held_out["history"]] == [(0, "e:1@0:1"), (6, "e:1@0:1")]
@@ -173,11 +173,11 @@ def test_samples_with_parents_that_are_not_stored_stand_below_their_parents(root
     ] == [
         (0, "prompt", PROMPTS[0], None),
         (1, "rewrite", "a long circle", None),
-        (2, "diffusion", "image t:0", 0),
-        (2, "diffusion", "image t:2", 2),
+        (2, "image", "t:0", 0),
+        (2, "image", "t:2", 2),
         (1, "parent", "b", None),
-        (2, "diffusion", "image t:1", 1),
-        (2, "diffusion", "image t:3", 3),
+        (2, "image", "t:1", 1),
+        (2, "image", "t:3", 3),
     ]
 
 

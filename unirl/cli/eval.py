@@ -34,8 +34,8 @@ def run(argv: list[str], session: Session) -> int:
     refuse_masked(saved.recipe.resolved())
     check_weights(saved, options.weights)
     with (
-        shown_start(Session(), "evaluating"),
-        build_trainer(saved.recipe, session, tracker=quiet_tracker(saved, out, session.argv)) as trainer,
+        shown_start(Session(), "evaluating") as shown,
+        build_trainer(saved.recipe, session, tracker=quiet_tracker(saved, out, session.argv, shown)) as trainer,
     ):
         before = metrics_of_evaluation(trainer.evaluate()) if options.baseline else None
         trainer.state.load(saved.checkpoint)

@@ -56,11 +56,11 @@ def run(argv: list[str], session: Session) -> int:
         check_saved_rows(root, options.step)
     out = Path(options.out or root / "replays" / f"step-{options.step:06d}-{time.strftime('%Y%m%d-%H%M%S')}")
     with (
-        shown_start(Session(), "repeating"),
+        shown_start(Session(), "repeating") as shown,
         build_trainer(
             start.saved.recipe,
             session,
-            tracker=quiet_tracker(start.saved, out, session.argv),
+            tracker=quiet_tracker(start.saved, out, session.argv, shown),
             recorded=threads_in(start.saved.checkpoint),
         ) as trainer,
     ):

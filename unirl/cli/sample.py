@@ -48,9 +48,11 @@ def run(argv: list[str], session: Session) -> int:
     check_folder(out)
     # What a tracker writes would be empty: the manifest says how the samples were drawn.
     with (
-        shown_start(Session(), "sampling"),
+        shown_start(Session(), "sampling") as shown,
         TemporaryDirectory() as unused,
-        build_trainer(saved.recipe, session, tracker=quiet_tracker(saved, Path(unused), session.argv)) as trainer,
+        build_trainer(
+            saved.recipe, session, tracker=quiet_tracker(saved, Path(unused), session.argv, shown)
+        ) as trainer,
     ):
         trainer.state.load(saved.checkpoint)
         drawn = [(some, *_draw(trainer, some)) for some in by_size(trainer.data.sized(prompts))]

@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from unirl.config.failures import Session
@@ -17,19 +17,36 @@ PERIOD_S = 1.0
 ERASE = "\r\x1b[2K"
 
 
+class Shown:
+    """What a command says that it is doing."""
+
+    def __init__(self, status: Callable[[], str]) -> None:
+        self.status = status
+
+    @contextmanager
+    def watching(self, status: Callable[[], str]) -> Iterator[None]:
+        """Within the block, says `status()`."""
+        before, self.status = self.status, status
+        try:
+            yield
+        finally:
+            self.status = before
+
+
 @contextmanager
-def shown_start(session: Session, what: str = "starting") -> Iterator[None]:
+def shown_start(session: Session, what: str = "starting") -> Iterator[Shown]:
     """Within the block, says every second what is done, until `session.start`, which comes before a banner.
 
     Args:
         what: the first word of the lines.
     """
     beat = Heartbeat("started")
+    shown = Shown(beat.status)
     has_started, rewrites = session.has_started, sys.stderr.isatty()
 
     def watch() -> None:
         while not has_started.wait(PERIOD_S):
-            line = f"unirl: {what}: {beat.status()}"
+            line = f"unirl: {what}: {shown.status()}"
             say(f"{ERASE}{line[:79]}" if rewrites else line, end="" if rewrites else "\n")
         if rewrites:
             say(ERASE, end="")
@@ -39,6 +56,6 @@ def shown_start(session: Session, what: str = "starting") -> Iterator[None]:
     session.on_start = thread.join
     try:
         with reporting_to(beat):
-            yield
+            yield shown
     finally:
         session.start()

@@ -55,6 +55,7 @@ def table_of_evaluation(result: EvalResult) -> SampleTable[Media]:
             reward=reward,
             rewards={name: values[i] for name, values in scores.items()},
             facts=result.facts_of(i),
+            track=result.track,
         )
         for i, reward in enumerate(result.rewards.tolist())
     ]

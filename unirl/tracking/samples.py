@@ -45,7 +45,7 @@ class SampleRow:
     """The text of each token, where a policy wrote the sample as tokens."""
     context: tuple[int, ...] = ()
     """The pieces that the policy did not write, such as answers of tools. They have no value in `series`."""
-    track: str = "image"
+    track: str = ""
     parent_id: str | None = None
     medium: str = "image"
     file: str = ""

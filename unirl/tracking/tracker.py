@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from unirl.tracking.console import Change, Console, accuracies, evaluation
 from unirl.tracking.media import metrics_of_evaluation, read_samples, table_of_evaluation
@@ -26,6 +26,13 @@ from unirl.types.protocols import State
 from unirl.types.secrets import redacted
 
 
+class Watcher(Protocol):
+    """Shows what a run is doing."""
+
+    def watching(self, status: Callable[[], str], /) -> AbstractContextManager[None]:
+        """Within the block, shows `status()`."""
+
+
 class Tracker:
     """Everything a run reports. `step` is the number of finished steps, so the first row is step 1."""
 
@@ -38,15 +45,18 @@ class Tracker:
         about: RunInfo | None = None,
         tracks: tuple[str, ...] = (),
         keep_samples: int = 0,
+        watcher: Watcher | None = None,
     ) -> None:
         """`about` is for the mirrors. `tracks`, when there are several, may stand before metric names.
 
         Args:
             keep_samples: number of folders of samples, and of evaluations beside the first one, that remain. 0: all.
+            watcher: what shows the progress. None: the console, if there is one.
         """
         self.run = run
         self._keep_samples = keep_samples
         self.console = console
+        self._watcher = watcher or console
         self.timers = PhaseTimers(Spans() if any(mirror.wants_spans for mirror in mirrors) else None)
         self.position = 0
         self.newest_evaluation: dict[str, float] = {}
@@ -196,8 +206,8 @@ class Tracker:
             self.console.note(f"{key}=auto: {why}")
 
     def watching(self, status: Callable[[], str]) -> AbstractContextManager[None]:
-        """Within the block, shows `status()`, what the run is doing, on the console."""
-        return nullcontext() if self.console is None else self.console.watching(status)
+        """Within the block, shows `status()`, what the run is doing."""
+        return nullcontext() if self._watcher is None else self._watcher.watching(status)
 
     def probe(self, state: Callable[[], Mapping[str, float]]) -> None:
         """Gives mirrors a function that returns the present state of the run (`metrics.STATE`), from any thread."""

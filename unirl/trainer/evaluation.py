@@ -63,7 +63,7 @@ class Evaluator:
         with self.phase("eval", self.track):
             resp = self.reward.score_and_attach(req, resp)
             track = resp.with_scores_above(self.track)
-            return eval_result(req.select(root_rows(req, resp, track)), track, self.rollout.preview)
+            return eval_result(req.select(root_rows(req, resp, track)), self.track, track, self.rollout.preview)
 
     def sample(self, prompts: Sequence[Prompt]) -> tuple[RolloutReq, RolloutResp]:
         """Samples of prompts of one size, with the settings of evaluation. Their rows live until the next call."""
@@ -79,11 +79,12 @@ class Evaluator:
                 return req, self.rollout.generate(req)
 
 
-def eval_result(req: RolloutReq, track: RolloutTrack, preview: Callable[[Decoded], Preview]) -> EvalResult:
+def eval_result(req: RolloutReq, name: str, track: RolloutTrack, preview: Callable[[Decoded], Preview]) -> EvalResult:
     """The scores of an evaluation with its prompts and media. Rows without a reward are counted.
 
     Args:
         req: the row of the request that each row of the track descends from.
+        name: of the track.
         track: the last track, with the scores of the rows above it.
 
     Raises:
@@ -111,4 +112,5 @@ def eval_result(req: RolloutReq, track: RolloutTrack, preview: Callable[[Decoded
         facts=tuple(facts_of(req, track)),
         unscored=unscored,
         media=preview(track.decoded),
+        track=name,
     )

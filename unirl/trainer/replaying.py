@@ -18,6 +18,7 @@ from unirl.tracking.metrics import NOT_REPRODUCIBLE
 from unirl.tracking.run_files import RunFiles
 from unirl.tracking.samples import Gallery
 from unirl.train.backend.checkpoint import CheckpointStore
+from unirl.trainer.assemble import status_of
 from unirl.trainer.loop import Trainer
 from unirl.trainer.run_folder import SavedRun, saved_run
 from unirl.trainer.saved_rollouts import with_saved_rows
@@ -115,15 +116,16 @@ def repeat(trainer: Trainer, start: StartPoint, step: int, saved: Path | None = 
             track.choose_micro_batch()
     try:
         trainer.generation.generate_again(state.step, trainer.publish)
-        while state.step < step:
-            with tracker.timers.phase("step"):
-                resp = trainer.produce(state.step)
-                if state.step + 1 < step:
-                    trainer.learn(state.step, resp)
-                elif saved is not None:
-                    trainer.learn(state.step, with_saved_rows(saved, step, resp))
-            state.step += 1
-            tracker.log_step(state.step)
+        with tracker.watching(lambda: f"step {state.step + 1} of {step}, {status_of(trainer.pool)}"):
+            while state.step < step:
+                with tracker.timers.phase("step"):
+                    resp = trainer.produce(state.step)
+                    if state.step + 1 < step:
+                        trainer.learn(state.step, resp)
+                    elif saved is not None:
+                        trainer.learn(state.step, with_saved_rows(saved, step, resp))
+                state.step += 1
+                tracker.log_step(state.step)
     finally:
         trainer.generation.stop()
     tracker.flush()

@@ -34,7 +34,7 @@ from unirl.tracking.owner import RunDirectoryError
 from unirl.tracking.prometheus import PrometheusMirror
 from unirl.tracking.run_directory import REMARKS, RunDirectory, RunIdentity, default_root, latest_run
 from unirl.tracking.traces import OpenTelemetryMirror
-from unirl.tracking.tracker import Tracker
+from unirl.tracking.tracker import Tracker, Watcher
 from unirl.train.backend.checkpoint import Checkpoint, open_checkpoint, still_there
 from unirl.trainer.resume import continued
 from unirl.trainer.run_state import STATE_FILE, policy_folder, read_state, saved_choices
@@ -306,8 +306,8 @@ def check_folder(folder: Path) -> None:
         )
 
 
-def quiet_tracker(saved: SavedRun, folder: Path, argv: Sequence[str]) -> Tracker:
-    """A tracker that reports to `folder`, and not to the console.
+def quiet_tracker(saved: SavedRun, folder: Path, argv: Sequence[str], watcher: Watcher) -> Tracker:
+    """A tracker that reports to `folder`. `watcher` shows the progress, and nothing else gets to the console.
 
     Raises:
         ConfigError: 2004 when the folder cannot be used.
@@ -316,6 +316,6 @@ def quiet_tracker(saved: SavedRun, folder: Path, argv: Sequence[str]) -> Tracker
     project, name = saved.recipe.config.run.project, saved.recipe.file.name
     identity = RunIdentity(project=project, recipe=name, argv=argv, scale=saved.scale)
     try:
-        return Tracker(RunDirectory(folder, identity), tracks=tracks_of(saved.recipe))
+        return Tracker(RunDirectory(folder, identity), tracks=tracks_of(saved.recipe), watcher=watcher)
     except RunDirectoryError as error:
         raise InvalidValueError(str(error)) from error

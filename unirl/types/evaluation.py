@@ -30,6 +30,8 @@ class EvalResult:
     rewards: Tensor  # [B] float32
     components: dict[str, Tensor]  # name -> [B] float32
     media: Preview
+    track: str
+    """The name of the track that was scored."""
     prompt_image_uris: tuple[tuple[str, ...], ...] = ()
     """Paths or addresses of the images in each prompt; () if no prompt has any."""
     logged_rewards: dict[str, Tensor] = field(default_factory=dict)  # name -> [B] float32, NaN = not scored
@@ -59,6 +61,7 @@ class EvalResult:
             facts=_end_to_end(part.facts for part in parts),
             unscored=sum(part.unscored for part in parts),
             media=concat_rows([part.media for part in parts]),
+            track=parts[0].track,
         )
 
     def _logged_scores(self, name: str) -> Tensor:

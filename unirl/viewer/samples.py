@@ -275,10 +275,10 @@ def _lineage(found: IndexedSample, stored: StoredSamples) -> list[dict[str, obje
         if REWRITE in row.facts:
             nodes.append(_node(depth, "rewrite", str(row.facts[REWRITE])))
             depth += 1
-        nodes.append(_node(depth, row.track, _summary(row), n))
+        nodes.append(_node(depth, _label(row, stored), _summary(row), n))
         depth += 1
     children = [(n, row) for n, row in enumerate(stored.rows) if row.parent_id == found.facts.sample_id]
-    nodes += [_node(depth, row.track, _summary(row), n) for n, row in children[:MAX_RELATED]]
+    nodes += [_node(depth, _label(row, stored), _summary(row), n) for n, row in children[:MAX_RELATED]]
     return nodes
 
 
@@ -294,7 +294,7 @@ def _tree(found: IndexedSample, stored: StoredSamples) -> list[dict[str, object]
         children = [(n, row) for n, row in group if row.parent_id == parent]
         rewrite = children[0][1].facts.get(REWRITE)
         nodes.append(_node(1, "parent", str(parent)) if rewrite is None else _node(1, "rewrite", str(rewrite)))
-        nodes += [_node(2, row.track, f"{_summary(row)}, reward {row.reward:.3g}", n) for n, row in children]
+        nodes += [_node(2, _label(row, stored), f"{_summary(row)}, reward {row.reward:.3g}", n) for n, row in children]
     return nodes[: 2 * MAX_RELATED]
 
 
@@ -302,8 +302,13 @@ def _node(depth: int, label: str, text: str, row: int | None = None) -> dict[str
     return {"depth": depth, "label": label, "text": text[:SHORT_TEXT], "row": row}
 
 
+def _label(row: SampleRow, stored: StoredSamples) -> str:
+    """The track of a row, where there are several, else its medium."""
+    return row.track if any(each.track != row.track for each in stored.rows) else row.medium
+
+
 def _summary(row: SampleRow) -> str:
-    return row.text or f"{row.medium} {row.sample_id}"
+    return row.text or row.sample_id
 
 
 def common_prompts(evaluations: Sequence[StoredSamples]) -> list[tuple[SampleGroup, ...]]:

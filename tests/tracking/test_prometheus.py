@@ -132,6 +132,9 @@ def test_a_real_prometheus_scrapes_a_live_run_and_every_query_of_the_dashboard_a
         server.await_series('rate(unirl_steps_total{run="all"}[20s])')
         missing = [query for query in QUERIES if not server.query(filled(query, ".*"))]
         assert missing == []
+        [alarms] = [query for query in QUERIES if query.startswith("sum by (run) (unirl_alarm_active")]
+        counts = {each["metric"]["run"]: each["value"][1] for each in server.query(filled(alarms, ".*"))}
+        assert counts == {"all": "1", "toy": "0"}  # without an alarm it is 0, not absent
         unanswered = [query for query in QUERIES if not server.query(filled(query, "toy"))]
         assert [query for query in unanswered if not any(part in query for part in NOT_OF_TOY)] == []
         last = lines_of(toy / "metrics.jsonl")[-1]

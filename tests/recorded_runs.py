@@ -69,7 +69,13 @@ def record(
     scale: str = "full",
 ) -> Path:
     """A run with an evaluation before the first and after the last step. Without a `code`, its process died."""
-    identity = RunIdentity(project="p", recipe=f"demo/{medium}", argv=("train", f"seed={seed}"), seed=seed, scale=scale)
+    identity = RunIdentity(
+        project="p",
+        recipe=f"demo/{medium}",
+        argv=("train", f"seed={seed}", f"run.dir={root}", "--resume", "auto"),
+        seed=seed,
+        scale=scale,
+    )
     run = RunDirectory(root, identity)
     run.write_config(
         f"num_rollouts: {steps}\nseed: {seed}\n", f"num_rollouts: {steps}\nseed: {seed}\nlr: 0.1\n", ORIGINS

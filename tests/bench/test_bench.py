@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import jsonschema
 import msgspec
@@ -137,6 +138,11 @@ def test_a_comparison_shows_ratios_and_what_may_explain_them(measured, tmp_path,
     assert {row["name"]: row["ratio"] for row in facts["figures"]}["step_s"] == pytest.approx(2)
     assert facts["differences"] == ["engine: trainside -> sglang", "settings: none -> stack.micro_batch_size=4"]
     assert "none: it needs 2 repeats of each" in compared(tmp_path, capsys, result, other)[1]
+    ceiling = replace(result.ceiling, tflops=2 * result.ceiling.tflops)
+    assert (
+        "without the difference of the ceilings"
+        in compared(tmp_path, capsys, other, replace(other, ceiling=ceiling))[1]
+    )
 
 
 def test_a_file_that_is_no_report_is_named(tmp_path, capsys):
@@ -158,6 +164,12 @@ def test_real_size_is_refused_before_anything_is_built_and_says_what_it_needs():
     warnings: list[str] = []
     measuring.refuse_excess(chosen, recipe, replace(CPU, accelerator="H", accelerator_gib=80.0), warnings.append)
     assert warnings == []
+
+
+def test_the_prompts_are_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    chosen = benchmark()
+    assert Path(checked(chosen.recipe, chosen.words[1:]).config.data_source.values["data_path"]).is_file()
 
 
 @pytest.mark.parametrize("size", ["toy", "real"])

@@ -8,6 +8,7 @@ import pytest
 
 from tests.recorded_runs import PROMPTS, record
 from unirl.tracking import step_tables
+from unirl.tracking.catalog import run_roots
 from unirl.tracking.record import RunRecord
 
 
@@ -78,6 +79,9 @@ def test_every_damaged_file_is_named_and_the_rest_is_read(copy):
     everything(run)
     assert run.metrics.count == 6
     assert run.status.state == "unknown"
+    (copy / "run.json").rename(copy / "moved.json")
+    assert list(run_roots(copy.parent)) == [copy]  # lists have it, too
+    (copy / "moved.json").rename(copy / "run.json")
     named = {problem.partition(":")[0] for problem in run.problems}
     assert named == {
         "run.json", "env.json", "config/recipe.yaml", "config/resolved.yaml", "config/origins.json", "metrics.jsonl",

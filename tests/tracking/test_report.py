@@ -92,6 +92,7 @@ def test_the_page_shows_outcome_prompts_settings_and_commands(runs, tmp_path, me
         assert words in page.text
     assert page.tags.count("polyline") == 4  # training and held out: of the reward, and of its component
     assert "could not be read" not in page.text
+    assert "run.dir=" not in page.text.split("unirl train seed=1")[1].splitlines()[0]  # else the run would go on
 
 
 def test_images_are_those_of_the_run_and_videos_move(runs, tmp_path):

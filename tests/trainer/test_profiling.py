@@ -43,6 +43,7 @@ def test_a_profiled_step_has_a_trace_and_a_table_per_phase_and_the_same_bits(tmp
     [
         (["profile.steps=[1]", "runtime=ray", "num_devices=2"], "profile traces the process of the driver"),
         (["profile.steps=[0]"], "profile.steps"),
+        (["profile.steps=[5]"], r"profile.steps=\[5\]: the run ends with step \d \(num_rollouts\)"),
     ],
 )
 def test_what_cannot_be_profiled_is_refused(words, message, tmp_path) -> None:

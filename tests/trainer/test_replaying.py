@@ -17,6 +17,7 @@ from unirl.cli.main import main
 from unirl.config.errors import UnreadableFileError
 from unirl.sde.guidance import Guidance
 from unirl.sde.kernels import FlowSDEStrategy
+from unirl.tracking.videos import STRIP_FRAMES
 from unirl.trainer.monitoring import MOST_VALUES, bounded
 from unirl.trainer.saved_rollouts import with_saved_rows
 from unirl.types.batch import named_tensors, with_named_tensors
@@ -134,6 +135,7 @@ def test_a_trace_shows_the_latents_of_each_stored_position(recorded, tmp_path, c
     [film] = (tmp_path / "again" / "trace").glob("*.webp")
     with Image.open(film) as file:
         assert file.n_frames == len(row["positions"].split(", ")) > 1
+    assert ("shown" in row) == (file.n_frames > STRIP_FRAMES)
 
 
 def test_a_picture_of_latents_is_grey_at_zero_and_ends_at_three_standard_deviations() -> None:

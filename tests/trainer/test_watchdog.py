@@ -207,18 +207,29 @@ def test_an_alarm_is_raised_once_also_by_a_run_that_resumes(monkeypatch, tmp_pat
     planted(monkeypatch, 1)
     folder = tmp_path / "run"
     run(folder, "num_rollouts=2")
-    run(folder, "num_rollouts=4")
+    said = "".join(capsys.readouterr())
+    run(folder, "num_rollouts=4", "watch.on_alarm=stop")
+    assert "alarm length.drift was raised before this run was continued and lasts" in "".join(capsys.readouterr())
     assert alarms_of(folder) == [("length.drift", 1)]
-    assert "alarm length.drift after step 1: planted, since step 1. What helps: " in "".join(capsys.readouterr())
+    assert "alarm length.drift after step 1: planted, beyond its bound since step 1. What helps: " in said
+
+
+def test_an_alarm_after_the_last_step_is_a_warning(monkeypatch, tmp_path, capsys):
+    planted(monkeypatch, 2)
+    folder = tmp_path / "run"
+    run(folder, "num_rollouts=2", "watch.on_alarm=stop")
+    assert "alarm length.drift after step 2" in "".join(capsys.readouterr())
+    assert json.loads((folder / "run.json").read_text())["exit"]["code"] == 0
 
 
 @pytest.mark.parametrize(("action", "saved"), [("stop", []), ("checkpoint_and_stop", ["checkpoint-000001"])])
 def test_an_alarm_ends_the_run_where_the_recipe_says_so(action, saved, monkeypatch, tmp_path):
     planted(monkeypatch, 1)
     folder = tmp_path / "run"
-    with pytest.raises(AlarmError, match=r"length\.drift after step 1(.|\n)*watch\.ignore=\[length\.drift\]"):
+    with pytest.raises(AlarmError, match=r"length\.drift after step 1(.|\n)*watch\.ignore=\[length\.drift\]") as ended:
         run(folder, f"watch.on_alarm={action}")
     assert checkpoints_of(folder) == saved
+    assert ("Step 1 is saved. Go on with:" in str(ended.value)) == bool(saved)
     assert json.loads((folder / "run.json").read_text())["exit"]["code"] == 9
     run(folder, f"watch.on_alarm={action}", "watch.ignore=[length.drift]")
     assert len(lines_of(folder / "metrics.jsonl")) == 2

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
+from unirl.config.recipe_files import search_path
 from unirl.models.loading.checkpoint import RANDOM
 
 Size = Literal["toy", "real"]
@@ -43,10 +45,21 @@ class Workload:
     def recipe(self, engine: str) -> str:
         return self.recipes[engine]
 
+    def _data_path(self) -> str:
+        """The prompt set in the working directory, or in the project of the recipes."""
+        places = (Path(), *(folder.parent for folder in search_path()))
+        return next((str(place / self.data) for place in places if (place / self.data).is_file()), self.data)
+
     def words(self, size: Size, engine: str) -> list[str]:
         """The settings on the command line, without those of the user."""
         sized = ["scale=toy"] if size == "toy" else [f"bundle.path='{RANDOM}{self.model}'", "num_devices=1", *self.real]
-        return [*FIXED, f"data_source.data_path={self.data}", f"reward.backend={self.reward}", *self.settings, *sized]
+        return [
+            *FIXED,
+            f"data_source.data_path={self._data_path()}",
+            f"reward.backend={self.reward}",
+            *self.settings,
+            *sized,
+        ]
 
 
 IMAGE_REAL = ("batch_size=4", "sampling.samples_per_prompt=4")

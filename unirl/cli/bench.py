@@ -181,6 +181,8 @@ def comparison_lines(
         interval = "none: it needs 2 repeats of each"
         if row.interval is not None:
             mark = "" if row.differs else "   contains 1"
+            if row.name.startswith("mfu") and first.ceiling != second.ceiling:
+                mark += "   without the difference of the ceilings"
             interval = f"[{row.interval.low:.3f}, {row.interval.high:.3f}]{mark}"
         yield f"{row.name:<16}{row.before:>10.4g}{row.after:>10.4g}  {row.ratio:>7.3f}   {interval}"
 

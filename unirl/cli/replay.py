@@ -39,7 +39,11 @@ def run(argv: list[str], session: Session) -> int:
     )
     parser.add_argument("run", metavar="RUN", help="a run directory with a checkpoint")
     parser.option("--step", type=int, required=True, metavar="N", help="the step, from 1, as in metrics.jsonl")
-    parser.option("--sample", metavar="ID", help="compare and show this sample only, by its id in manifest.jsonl")
+    parser.option(
+        "--sample",
+        metavar="ID",
+        help="compare and show this sample only, by its sample_id in samples/step-N/manifest.jsonl",
+    )
     parser.option("--out", metavar="DIR", help="all samples of the repeated step; default: RUN/replays/...")
     parser.option("--trace", action="store_true", help="also draw the latents at each stored denoising step, as strips")
     parser.option(
@@ -102,7 +106,8 @@ def _show(facts: dict[str, object], start: int, sample: str | None, out: Path) -
     for line in differences[:SHOWN]:
         print_inert(f"differs  {line}")
     verdict = "all bits agree" if not differences else f"{len(differences)} differences"
-    print_inert(f"{facts['metrics']} metrics and {facts['samples']} samples compared: {verdict}")
+    kept = "" if facts["samples"] else " (the run stored none of this step)"
+    print_inert(f"{facts['metrics']} metrics and {facts['samples']} samples{kept} compared: {verdict}")
     folder = out / "samples" / f"step-{step:06d}"
     for row in RunFiles(folder).rows("manifest.jsonl"):
         if row.get("sample_id") == sample:

@@ -370,3 +370,8 @@ def _profile_problems(config: RecipeConfig, needs: Needs, plan: PlacementPlan) -
             f"profile traces the process of the driver, and with runtime={config.runtime_in_use} the roles work in "
             "processes of their own. Set num_devices=1 and runtime=local, or write ~profile"
         )
+    if config.profile is not None and max(config.profile.steps, default=0) > config.num_rollouts:
+        yield (
+            f"profile.steps={list(config.profile.steps)}: the run ends with step {config.num_rollouts} (num_rollouts). "
+            "Name steps from 1 to that one"
+        )

@@ -57,9 +57,10 @@ def run_roots(folder: Path) -> Iterator[Path]:
     """The folders of runs in and below `folder`. What commands made of a run lies inside it, and is not listed."""
     for place, folders, files in os.walk(folder):
         folders.sort()
-        if "run.json" in files:
+        is_run = "run.json" in files or "metrics.jsonl" in files  # a damaged run may have lost the former
+        if is_run:
             yield Path(place)
-        if "run.json" in files or len(Path(place).relative_to(folder).parts) >= DEPTH:
+        if is_run or len(Path(place).relative_to(folder).parts) >= DEPTH:
             folders.clear()
 
 

@@ -258,17 +258,30 @@ def _phases(cost: Cost) -> list[PhaseShare]:
 def _event(event: dict[str, object]) -> tuple[str, str, str]:
     rest = {key: value for key, value in event.items() if key not in ("t", "v", "ev")}
     text = rest.pop("text", None)
-    words = [*([] if text is None else [str(text)]), *(f"{key}={value}" for key, value in rest.items())]
+    words = [str(text)] if text is not None else [f"{key}={value}" for key, value in rest.items()]
     return str(event.get("t", "")), str(event.get("ev", "")), ", ".join(words)
 
 
 def _commands(run: RunRecord) -> list[str]:
-    """The commands that give the code and start the run again."""
+    """The commands that give the code and repeat the run, in a folder of its own."""
     if run.facts is None:
         return []
     commands = [] if run.facts.git is None else [f"git checkout {shlex.quote(run.facts.git.commit)}"]
-    started = Counter(shlex.join(("unirl", *session.argv)) for session in run.facts.sessions if session.argv)
+    started = Counter(
+        shlex.join(("unirl", *_elsewhere(session.argv))) for session in run.facts.sessions if session.argv
+    )
     return [*commands, *list(started)[:1]]
+
+
+def _elsewhere(words: Sequence[str]) -> list[str]:
+    """The words of a command without the folder of its run, in which the run would go on instead of starting anew."""
+    kept: list[str] = []
+    for word in words:
+        if kept and kept[-1] in ("--resume", "--name", "--out"):
+            kept.pop()
+        elif not word.startswith(("run.dir=", "run.name=", "resume=", "--resume=", "--name=", "--out=")):
+            kept.append(word)
+    return kept
 
 
 def _replace(path: Path, text: str) -> None:

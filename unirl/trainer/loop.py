@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager
 from traceback import clear_frames
 from typing import ClassVar, Literal
 
-from unirl.config.errors import MemoryShortageError, UniRLError
+from unirl.config.errors import AlarmError, MemoryShortageError, UniRLError
 from unirl.config.recipe import RecipeConfig
 from unirl.distributed.weight_sync.base import SyncReport
 from unirl.reward.failures import DropBudget
@@ -284,13 +284,16 @@ class Trainer:
             self.evaluate()
         self.tracker.flush()
         alarm = self.watchdog.look(self.state.step, metrics)
+        if alarm is not None and last:  # nothing is left to be ended
+            self.tracker.warn(str(alarm))
+            alarm = None
         if alarm is not None and self.config.watch.on_alarm == "stop":
             raise alarm
         if self._is_due(self.config.save_interval) or last or self.stop_signal is not None or alarm is not None:
             self._save()
         if alarm is not None:
             self.state.finish_saving()
-            raise alarm
+            raise AlarmError(f"{alarm}.\nStep {self.state.step} is saved. Go on with:\n  {self.state.resume_command}")
         if self.stop_signal is not None and not last:
             self.state.finish_saving()
             raise self.state.stopped_by(self.stop_signal)

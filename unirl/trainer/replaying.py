@@ -17,6 +17,7 @@ from unirl.tracking.media import media_of
 from unirl.tracking.metrics import NOT_REPRODUCIBLE
 from unirl.tracking.run_files import RunFiles
 from unirl.tracking.samples import Gallery
+from unirl.tracking.videos import STRIP_FRAMES
 from unirl.train.backend.checkpoint import CheckpointStore
 from unirl.trainer.assemble import status_of
 from unirl.trainer.loop import Trainer
@@ -151,7 +152,10 @@ def write_trace(trainer: Trainer, resp: RolloutResp, folder: Path, sample: str |
         media = media_of(trainer.rollout.trace(track.select(rows)))
     except ValueError as error:
         raise IncompatibleError(f"--trace: {error}") from error
-    facts = {"positions": ", ".join(map(str, track.segment.positions))}
+    positions = track.segment.positions
+    facts = {"positions": ", ".join(map(str, positions))}
+    if len(positions) > STRIP_FRAMES:
+        facts["shown"] = f"{STRIP_FRAMES} of {len(positions)}; the animation has all"
     folder.mkdir(parents=True, exist_ok=True)
     return media.gallery(Gallery(tuple(track.sample_ids[row] for row in rows), 1, facts), folder)
 

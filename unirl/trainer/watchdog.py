@@ -238,7 +238,9 @@ def _of_samples(course: Course, measure: str, is_bad: Callable[[float, float], b
     if series is None or not is_bad(before := series.values[0], now := series.values[-1]):
         return None
     since = next(step for step, value in zip(series.steps, series.values, strict=True) if is_bad(before, value))
-    return Finding(f"{words} ({series.name}) went from {before:.4g} to {now:.4g}", since, now)
+    first = series.steps[0]
+    text = f"{words} ({series.name}) went from {before:.4g} in the evaluation after step {first} to {now:.4g}"
+    return Finding(text, since, now)
 
 
 def length_drifts(course: Course, config: WatchConfig) -> Finding | None:
@@ -433,13 +435,15 @@ class Watchdog:
         return error
 
     def _begin(self, sign: Sign, found: Finding, step: int) -> AlarmError | None:
-        text = f"alarm {sign.name} after step {step}: {found.text}, since step {found.since}. What helps: {sign.helps}"
+        seen = f"{found.text}, beyond its bound since step {found.since}"
+        text = f"alarm {sign.name} after step {step}: {seen}. What helps: {sign.helps}"
         self._tracker.event("alarm.raise", alarm=sign.name, value=found.value, step=step, text=text)
         if self._config.on_alarm == "log":
             self._tracker.warn(text)
             return None
         return AlarmError(
-            f"{text}.\nwatch.on_alarm={self._config.on_alarm} ends the run; watch.ignore=[{sign.name}] does not"
+            f"{text}.\nThe run ends here because of watch.on_alarm={self._config.on_alarm}. To train without this "
+            f"alarm, set watch.ignore=[{sign.name}]; to be told and go on, watch.on_alarm=log"
         )
 
     def _read(self, step: int) -> Course:
@@ -453,6 +457,10 @@ class Watchdog:
             if row["step"] < step:
                 self._add(course, row, evaluations.get(row["step"], {}))
         self._raised = {sign.name for sign in self._signs if sign.look(course, self._config) is not None}
+        for name in sorted(self._raised):
+            self._tracker.warn(
+                f"alarm {name} was raised before this run was continued and lasts; it is not raised again"
+            )
         return course
 
     def _add(self, course: Course, row: Mapping[str, float], evaluated: Mapping[str, float]) -> None:

@@ -393,6 +393,8 @@ def test_pages_leave_out_samples_without_a_video_and_the_manifest_keeps_them(tmp
     assert [name in text for name in ("p00-s00", "p00-s01", "p01-s00", "p01-s01")] == [True, False, True, False]
     pages = [table.rows for table in (before, after)]
     assert [len(rows) for rows in pages] == [4, 4]
+    assert [bool(row.file) for row in before.rows] == [True, False, True, False]
+    assert before.rows[1].text == "no video was made of this one" and not list(tmp_path.glob("before/p00-s01*"))
     sheet = np.asarray(Image.open(after.media.comparison(before, after, ("before", "after"), tmp_path)))
     whole_table = table_of(whole, 1.0).saved(tmp_path / "after")
     full = np.asarray(Image.open(whole_table.media.comparison(table_of(whole), whole_table, ("a", "b"), tmp_path)))

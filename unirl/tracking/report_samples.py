@@ -148,7 +148,7 @@ def before_and_after(before: StoredSamples, after: StoredSamples) -> tuple[list[
 
 
 def is_drawn(row: SampleRow) -> bool:
-    """Returns False for a sample without a video, whose file has one blank frame. Texts are stored in the row."""
+    """Returns False for a sample without a video. Texts are stored in the row."""
     return row.facts.get("frames") != 0
 
 

@@ -40,6 +40,8 @@ FEWEST_ACROSS = 2
 """Smallest number of strips side by side on a sheet, even if they are wide."""
 BLANK = 128
 """The level of the frame that stands for a video which was not made."""
+NOT_DRAWN = "no video was made of this one"
+"""The text of a row without a video, such as an episode that was not drawn."""
 MAX_MIRRORED_VIDEOS = 4
 """Videos of one step that mirrors get in addition to the contact sheet."""
 
@@ -72,9 +74,11 @@ class StoredVideo:
 
     @classmethod
     def read(cls, row: SampleRow, folder: Path) -> StoredVideo:
-        """Reads the video from a row of a manifest and the file beside it."""
+        """Reads the video from a row of a manifest and the file beside it, which a row without frames lacks."""
         width, height = (int(side) for side in str(row.facts["size"]).split("x"))
         num_frames, shown, fps = int(row.facts["frames"]), int(row.facts["shown"]), float(row.facts["fps"])
+        if not row.file:
+            return cls(np.full((1, height, width, 3), BLANK, np.uint8), 0, fps, width, height)
         pixels = read_webp(folder / row.file, shown, 1000 * max(num_frames, 1) / fps / shown)
         return cls(pixels, num_frames, fps, width, height)
 
@@ -130,14 +134,20 @@ class VideoMedia(TiledMedia):
 
     @classmethod
     def read(cls, rows: Sequence[SampleRow], folder: Path) -> VideoMedia:
-        """Reads the files that the rows name."""
-        return cls(tuple(StoredVideo.read(row, folder) for row in rows))
+        """Reads the files that the rows name. A row without one gets a blank frame of the size of the others."""
+        videos = [StoredVideo.read(row, folder) for row in rows]
+        shape = next((video.pixels.shape[1:] for row, video in zip(rows, videos, strict=True) if row.file), None)
+        if shape is not None:
+            blank = np.full((1, *shape), BLANK, np.uint8)
+            videos = [each if each.num_frames else replace(each, pixels=blank) for each in videos]
+        return cls(tuple(videos))
 
     def write(self, rows: Sequence[SampleRow], names: Sequence[str], folder: Path) -> list[SampleRow]:
-        """Writes an animated WebP, a strip of frames and, if PyAV is installed, an MP4 for each video."""
-        files = [video.write(name, folder) for name, video in zip(names, self.videos, strict=True)]
+        """Writes an animated WebP, a strip of frames and, if PyAV is installed, an MP4 for each video with frames."""
+        named = zip(names, self.videos, strict=True)
+        files = [video.write(name, folder) if video.num_frames else "" for name, video in named]
         return [
-            replace(row, file=file, facts={**row.facts, **video.facts()})
+            replace(row, file=file, text=row.text if file else NOT_DRAWN, facts={**row.facts, **video.facts()})
             for row, file, video in zip(rows, files, self.videos, strict=True)
         ]
 
@@ -189,7 +199,7 @@ class VideoMedia(TiledMedia):
     def mirror(self, mirrors: Mirrors, page: MirroredPage, rows: Sequence[SampleRow]) -> None:
         """Sends the sheet and the first videos."""
         mirrors.each(lambda mirror: mirror.images(page.step, page.key, [Preview(page.path, page.title)]))
-        first = rows[:MAX_MIRRORED_VIDEOS]
+        first = [row for row in rows if row.file][:MAX_MIRRORED_VIDEOS]
         previews = [Preview(page.path.parent / row.file, f"{row.reward:.3f}  {row.prompt}") for row in first]
         mirrors.each(lambda mirror: mirror.videos(page.step, page.key, previews))
 

@@ -14,6 +14,7 @@ from unirl.viewer.library import id_of
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed (Debian: apt install chromium)")
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><svg onload=\"document.title='owned'\"> \u202eturned {{7*7}}"
+ALARM = {"ev": "alarm.raise", "alarm": "diversity.collapse", "step": 8, "text": "outputs grow alike", "value": 0.269375}
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +26,9 @@ def root(tmp_path_factory):
     damaged = record(root / "damaged", code=None)
     (damaged / "eval/step-000006/scores.json").write_text("[")
     act(shutil.copytree(root / "text", root / "acting"), step=8)
+    shutil.rmtree(root / "acting/eval/step-000000")
+    with (root / "image/events.jsonl").open("a") as file:
+        file.write(f"{json.dumps(ALARM)}\n")
     (root / "text/config/resolved.yaml").write_text(f"num_rollouts: 8\nname: {json.dumps(HOSTILE)}\n")
     return root
 
@@ -77,12 +81,14 @@ def assert_drawn(page, chart):
     page.wait_for_selector(f"[data-chart='{chart}'] canvas")
 
 
-def test_the_list_of_runs_is_searched_and_leads_to_a_run_and_a_comparison(page):
+def test_the_list_of_runs_is_searched_and_leads_to_a_run_and_a_comparison(page, root):
     assert page.locator("tr[data-item]").count() == 6
+    assert page.locator("tr:has-text('1 alarm')").get_attribute("data-run") == id_of(root / "image")
     page.keyboard.press("/")
     page.keyboard.type("failed")
     assert page.locator("tr[data-item]").count() == 1
     assert page.locator(".badge").inner_text() == "failed (5)"
+    assert page.locator(".badge").get_attribute("title") == "The run ended with an error."
     page.locator("input[type=search]").fill("finished")
     assert page.locator("tr[data-item]").count() == 4
     page.keyboard.press("Escape")
@@ -107,7 +113,10 @@ def test_a_run_has_curves_with_spread_phases_outcome_ledger_and_warnings(page, r
     for chart in ("shape", "Time of a step by phase"):
         assert_drawn(page, chart)
     text = page.locator("main").inner_text()
-    assert "the reward looks odd" in text
+    raised = page.locator(".notice:has-text('Alarms and warnings')").inner_text()
+    assert "outputs grow alike (diversity.collapse, step 8, value 0.2694)" in raised
+    assert "the reward looks odd" in raised
+    assert text.index("Alarms and warnings") < text.index("Curves")
     assert "not finite: 8" in text
     assert "unirl train seed=5" in text
     plot = page.locator("[data-chart='Reward'] .u-over")
@@ -121,9 +130,17 @@ def test_a_gallery_is_filtered_by_fields_and_walked_by_keys(page, root):
     opened(page, root, "image", "/gallery")
     page.wait_for_selector(".tile img.large, .tile img")
     assert page.locator("[data-count]").inner_text() == "24 of 24 stored samples"
-    page.get_by_label("Prompt has").fill("onerror")
-    page.keyboard.press("Enter")
+    page.get_by_label("Prompt has").focus()
+    page.keyboard.type("onerr")
+    page.get_by_label("Order").select_option("best")
     page.wait_for_function("() => document.querySelector('[data-count]')?.textContent.startsWith('4 of')")
+    assert page.evaluate("() => location.hash").endswith("?prompt=onerr&order=best")
+    page.get_by_label("Prompt has").focus()
+    page.keyboard.type("or ")
+    page.wait_for_function("() => document.querySelector('[data-count]')?.textContent.startsWith('0 of')")
+    page.keyboard.press("Backspace")
+    page.wait_for_function("() => document.querySelector('[data-count]')?.textContent.startsWith('4 of')")
+    assert page.evaluate("() => document.activeElement.value") == "onerror"
     assert HOSTILE.split(" \u202e")[0] in page.locator(".tile .prompt").first.inner_text()
     page.get_by_role("link", name="Reset").click()
     page.wait_for_function("() => document.querySelector('[data-count]')?.textContent.startsWith('24 of')")
@@ -146,6 +163,7 @@ def test_a_sample_shows_its_text_reward_and_lineage_without_acting_on_them(page,
     assert "onerror" in text
     assert "<U+202E>turned {{7*7}}" in text
     assert "answer 8 at 0.8 <script>" in text
+    assert "Mean of the stored samples\tRank among them" in text
     assert page.locator("main img, main svg, main script").count() == 0
     assert page.locator(".tree li").all_inner_texts()[1].startswith("text: answer 8")
     page.keyboard.press("j")
@@ -202,6 +220,15 @@ def test_before_and_after_slide_over_each_other_and_space_flips_them(page, root)
     assert over.evaluate(clip) == "inset(0px 0px 0px 100%)"
     before, after = (page.locator(".side").first.locator("img").nth(n).get_attribute("src") for n in (0, 1))
     assert re.sub(r"step=\d+", "", before) == re.sub(r"step=\d+", "", after)
+    for _ in range(3):
+        page.keyboard.press("j")
+    title = page.locator("section:focus h3").bounding_box()["y"]
+    assert title > page.locator("header").evaluate("node => node.getBoundingClientRect().bottom")
+    opened(page, root, "text", "/pairs")
+    page.wait_for_selector("section")
+    assert page.locator("input[type=range]").count() == 0
+    opened(page, root, "acting", "/pairs")
+    page.wait_for_selector(".notice:has-text('There is only one evaluation, after step 8')")
 
 
 def test_videos_play(page, root):
@@ -212,6 +239,11 @@ def test_videos_play(page, root):
     page.keyboard.press("Space")
     page.wait_for_function("() => document.querySelector('.shown video').currentTime > 0.1")
     page.keyboard.press("Space")
+    assert medium.evaluate("video => video.paused")
+    page.locator("a[data-item]").first.focus()
+    page.wait_for_function("() => !document.querySelector('[data-item] video').paused")  # it plays by itself
+    page.keyboard.press("Space")
+    assert page.locator("[data-item] video").first.evaluate("video => video.paused")
     assert medium.evaluate("video => video.paused")
 
 
@@ -224,6 +256,9 @@ def test_episodes_are_listed_by_step_and_task_and_lead_to_their_samples(page, ro
     assert "training, step 8: success, reward 0.250, 20 steps" in page.locator("main").inner_text()
     page.locator("a[data-item]").first.click()
     page.wait_for_selector("h1:has-text('Sample t:0')")
+    opened(page, root, "acting", "/sample?kind=samples&step=8&row=2")
+    page.wait_for_selector(".tree li:has-text('group: start1@0')")
+    assert page.locator("h2", has_text="Prompt").count() == 0
 
 
 def test_settings_have_origins_and_differences(page, root):
@@ -251,6 +286,10 @@ def test_a_comparison_has_curves_over_each_axis_intervals_and_the_same_prompts(p
     assert "A to B: step 8 of image, step 6 of failed" in text
     assert "C text: mean reward" in text
     assert page.locator("section").count() == 4
+    page.set_viewport_size({"width": 390, "height": 700})
+    page.wait_for_timeout(500)  # charts are drawn again
+    page.locator(".u-label").evaluate_all("nodes => nodes.forEach((node) => { node.textContent = 'name-'.repeat(9); })")
+    page.wait_for_function("() => document.documentElement.scrollWidth <= 390")
 
 
 def test_the_system_page_has_memory_phases_and_the_machine(page, root):
@@ -273,6 +312,7 @@ def test_a_live_run_shows_new_steps_by_itself(browser, tmp_path):
     copy = record(tmp_path / "live", code=0)
     facts = copy / "run.json"
     told = json.loads(facts.read_text())
+    ended = told["exit"]
     told |= {"exit": None, "sessions": [told["sessions"][0] | {"host": "elsewhere"}]}  # its heartbeat is fresh
     facts.write_text(json.dumps(told))
     steps = (copy / "metrics.jsonl").read_text()
@@ -291,6 +331,11 @@ def test_a_live_run_shows_new_steps_by_itself(browser, tmp_path):
             file.write(json.dumps({"step": 7, "rollout/reward_mean": 0.75, "rollout/reward_std": 0.1}) + "\n")
         page.wait_for_selector("text=step 7 of 6")
         label = page.locator("[data-chart='Reward'] [role=img]").get_attribute("aria-label")
+        page.evaluate("hash => { location.hash = hash; }", f"#/run/{id_of(copy)}/gallery")
+        page.wait_for_selector("h1:has-text('Gallery')")
+        assert page.locator(".badge").inner_text() == "running"
+        facts.write_text(json.dumps(told | {"exit": ended}))
+        page.wait_for_selector(".badge:has-text('finished')")
         page.close()
     assert "training 0.750" in label
 

@@ -35,7 +35,7 @@ def served(root):
 def test_a_run_of_several_tracks_is_walked_from_the_list_to_a_sample_and_its_siblings(page, root, name):  # noqa: F811
     page.get_by_role("link", name=name, exact=True).click()
     page.wait_for_selector("[data-chart='Reward'] canvas")
-    assert page.locator(".notice").inner_text() == "toy scale: random weights, rewards mean nothing"
+    assert page.locator("p.notice").inner_text() == "toy scale: random weights, rewards mean nothing"
     label = page.locator("[data-chart='Reward'] [role=img]").get_attribute("aria-label")
     assert all(f"{track} " in label for track in (*TRACKS[name], "held out"))
     titles = page.locator("[data-chart]").evaluate_all("nodes => nodes.map((node) => node.dataset.chart)")

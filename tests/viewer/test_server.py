@@ -29,6 +29,9 @@ def root(tmp_path_factory):
         record(root / medium, medium, prompts=(*PROMPTS, "turn \u202e around \x1b[31m"), seed=len(medium))
     record(root / "failed", code=5)
     record(root / "died", code=None)
+    with (root / "died/events.jsonl").open("a") as file:
+        for step in (1, 2):
+            file.write(f"{json.dumps({'alarm': 'kl', 'ev': 'alarm.raise', 'step': step, 'value': step / 3})}\n")
     shutil.copytree(root / "image", root / "newer")
     facts = root / "newer/run.json"
     facts.write_text(facts.read_text().replace('"schema_version": 1', '"schema_version": 99'))
@@ -71,6 +74,7 @@ def test_all_runs_are_listed_with_what_their_records_say(root, data):
     shown = listed["image"]
     assert (shown["steps"], shown["total_steps"], shown["first_reward"], shown["last_reward"]) == (6, 6, 0.1, 0.6)
     assert shown["id"] == id_of(root / "image")
+    assert (shown["alarms"], listed["died"]["alarms"]) == (0, 2)
 
 
 def test_the_newest_run_of_the_list_is_read_before_its_page_is_asked_for(root):
@@ -93,6 +97,8 @@ def test_curves_are_those_of_the_record(root, data):
 
 
 def test_a_page_of_a_run_has_outcome_ledger_warnings_and_origin(root, data):
+    raised = [event["text"] for event in data(f"/api/runs/{id_of(root / 'died')}")["events"]][-2:]
+    assert raised == ["kl, step 1, value 0.3333", "kl, step 2, value 0.6667"]
     id = id_of(root / "failed")
     page = data(f"/api/runs/{id}")
     assert page["status"] == {"state": "failed", "code": 5, "reason": "ValueError: it broke"}
@@ -184,16 +190,22 @@ def test_samples_with_parents_that_are_not_stored_stand_below_their_parents(root
 def test_episodes_have_means_by_step_and_by_task_and_the_newest_come_first(root, tmp_path, data):
     acting = shutil.copytree(root / "text", tmp_path / "acting")
     rows = act(acting)
+    for step in (0, 6):
+        scores = acting / f"eval/step-{step:06d}/scores.json"
+        held_out = json.loads(scores.read_text())
+        held_out["samples"][0]["facts"] = {"episodes": 1, "steps": step, "success": step > 0}
+        scores.write_text(json.dumps(held_out))
     with viewer(tmp_path) as served:
         found = json.loads(served.ask(f"/api/runs/{id_of(acting)}/episodes")[2])
-    assert found["steps"] == [
-        {"kind": "samples", "name": 6, "count": 3, "reward": pytest.approx(0.25), "length": 20.0, "success": 0.5}
+    means = {"count": 3, "reward": pytest.approx(0.25), "length": 20.0, "success": 0.5}
+    assert found["steps"][1] == {"kind": "samples", "name": 6, "step": 6} | means
+    assert [(row["kind"], row["step"]) for row in found["steps"]] == [("eval", 6), ("samples", 6), ("eval", 0)]
+    assert [(task["name"], task["step"], task["count"], task["success"]) for task in found["tasks"]] == [
+        (PROMPTS[0], 6, 1, 1.0),
+        (PROMPTS[0], 6, 2, 0.5),
+        ("start1", 6, 1, None),
     ]
-    assert [(task["name"], task["count"], task["success"]) for task in found["tasks"]] == [
-        (PROMPTS[0], 2, 0.5),
-        ("start1", 1, None),
-    ]
-    assert [row["sample_id"] for row in found["rows"]] == [row["sample_id"] for row in rows[:3]]
+    assert [row["sample_id"] for row in found["rows"]][1:4] == [row["sample_id"] for row in rows[:3]]
     assert data(f"/api/runs/{id_of(root / 'image')}/episodes")["total"] == 0
 
 

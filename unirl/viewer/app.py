@@ -59,6 +59,7 @@ def _answers(library: RunLibrary) -> Mapping[str, Callable[[Request], object]]:
     return {
         "/api/runs": lambda request: pages.runs(library),
         "/api/runs/{id}": on_run(pages.run_page),
+        "/api/runs/{id}/state": on_run(pages.state),
         "/api/runs/{id}/outcome": on_run(pages.outcome),
         "/api/runs/{id}/settings": on_run(pages.settings),
         "/api/runs/{id}/curves": on_part(pages.curves, pages.CurvesRequest),

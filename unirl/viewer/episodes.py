@@ -33,7 +33,7 @@ def episodes(library: RunLibrary, id: str) -> dict[str, object]:
         ]
         return {
             "steps": _means(found, lambda each: (each.kind, each.step)),
-            "tasks": _means(found, lambda each: (each.kind, _task(each.facts))),
+            "tasks": _means(_newest(found), lambda each: (each.kind, _task(each.facts))),
             "rows": [tile(record, each) for each in islice(found, MAX_TILES)],
             "total": len(found),
             "problems": record.problems,
@@ -49,21 +49,33 @@ def _task(row: SampleRow) -> str:
     return row.prompt or row.group_id.partition("@")[0]
 
 
+def _newest(found: Sequence[IndexedSample]) -> list[IndexedSample]:
+    """The episodes of the newest step of each task, so that no mean is over several policies."""
+    steps: dict[tuple[Kind, str], int] = {}
+    for each in found:
+        place = each.kind, _task(each.facts)
+        steps[place] = max(each.step, steps.get(place, each.step))
+    return [each for each in found if each.step == steps[each.kind, _task(each.facts)]]
+
+
 def _means(
     found: Sequence[IndexedSample], key: Callable[[IndexedSample], tuple[Kind, int | str]]
 ) -> list[dict[str, object]]:
-    """A row for each key, in the order of its first episode: number of episodes, mean reward, length and success.
+    """A row for each key, in the order of its first episode: newest step, number of episodes, means of the others.
 
     The success is None if no environment reported it.
     """
     groups: dict[tuple[Kind, int | str], list[SampleRow]] = {}
+    steps: dict[tuple[Kind, int | str], int] = {}
     for each in found:
         groups.setdefault(key(each), []).append(each.facts)
+        steps.setdefault(key(each), each.step)
     told = {key: [float(row.facts[SUCCESS]) for row in rows if SUCCESS in row.facts] for key, rows in groups.items()}
     return [
         {
             "kind": kind,
             "name": name,
+            "step": steps[kind, name],
             "count": len(rows),
             "reward": fmean(row.reward for row in rows),
             "length": fmean(float(row.facts[LENGTH]) for row in rows),

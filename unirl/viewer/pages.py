@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from unirl.tracking.catalog import overview_of, total_steps
 from unirl.tracking.comparison import (
@@ -26,6 +28,8 @@ from unirl.viewer.samples import MAX_PAGE, common_prompts, tile
 ALARMS = ("alarm.raise", "alarm.clear", "warning", "run.restart", "run.resume", "reward.error", "group.drop",
           "mirror.failed", "ckpt.commit", "run.start", "run.end")  # fmt: skip
 MAX_ALARMS = 200
+ALARM_BYTES = 2**18
+"""Bytes at the end of the events of each run that the list of runs searches for alarms."""
 MAX_NAMES = 64
 """Metrics that one request can ask for."""
 MAX_COMPARED = 8
@@ -55,14 +59,16 @@ class ComparisonRequest:
 
 def runs(library: RunLibrary) -> dict[str, object]:
     """All runs, newest first. The newest is read already, since its page is the likeliest to follow."""
-    rows = [
-        asdict(overview_of(RunRecord(root))) | {"id": id, "name": root.resolve().name}
-        for id, root in library.roots().items()
-    ]
+    rows = [_listed(id, root) for id, root in library.roots().items()]
     rows.sort(key=lambda row: str(row["created"]), reverse=True)
     if rows:
         library.read_ahead(str(rows[0]["id"]))
     return {"folders": [str(folder) for folder in library.folders], "remarks": REMARKS, "runs": rows}
+
+
+def _listed(id: str, root: Path) -> dict[str, object]:
+    record = RunRecord(root)
+    return asdict(overview_of(record)) | {"id": id, "name": root.resolve().name, "alarms": _alarms(record)}
 
 
 def run_page(library: RunLibrary, id: str) -> dict[str, object]:
@@ -85,6 +91,13 @@ def run_page(library: RunLibrary, id: str) -> dict[str, object]:
             "environment": record.environment,
             "problems": record.problems,
         }
+
+
+def state(library: RunLibrary, id: str) -> dict[str, object]:
+    """What every page about a run says at its top, at this moment."""
+    run = library.open(id)
+    with run.reading() as record:
+        return _head(run, record)
 
 
 def outcome(library: RunLibrary, id: str) -> dict[str, object]:
@@ -188,7 +201,7 @@ def _opened(library: RunLibrary, ids: str, opened: ExitStack) -> tuple[list[Open
 
 
 def _head(run: OpenRun, record: RunRecord) -> dict[str, object]:
-    """What every page about a run says at its top."""
+    """The name, the state and the steps of a run."""
     facts, metrics = record.facts, record.metrics
     return {
         "id": run.id,
@@ -215,12 +228,31 @@ def _meaning(name: str) -> str:
 
 
 def _event(event: Mapping[str, object]) -> dict[str, object]:
-    rest = {key: value for key, value in event.items() if key not in ("t", "v", "ev")}
-    text = rest.pop("text", None)
-    words: Sequence[str] = [*([] if text is None else [str(text)]), *(f"{key}={value}" for key, value in rest.items())]
+    """When and what an event was. Its text comes first, and its other fields follow in words."""
+    rest = {key: value for key, value in event.items() if key not in ("t", "v", "ev", "text") and value != ""}
+    words = ", ".join(_in_words(key, value) for key, value in rest.items())
+    text = str(event.get("text", ""))
     return {
         "time": str(event.get("t", "")),
         "name": str(event.get("ev", "")),
         "step": event.get("step"),
-        "text": ", ".join(words),
+        "text": f"{text} ({words})" if text and words else text or words,
     }
+
+
+def _in_words(key: str, value: object) -> str:
+    """A field of an event: the name of an alarm as it is, and a number with at most four digits."""
+    if key == "alarm":
+        return str(value)
+    shown = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{key.replace('_', ' ')} {shown}"
+
+
+def _alarms(record: RunRecord) -> int:
+    """The number of alarms that the newest ALARM_BYTES of the events raise."""
+    file = record.files.open("events.jsonl")
+    if file is None:
+        return 0
+    with file:
+        file.seek(max(file.seek(0, os.SEEK_END) - ALARM_BYTES, 0))
+        return file.read(ALARM_BYTES).count(b'"alarm.raise"')

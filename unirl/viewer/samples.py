@@ -269,7 +269,7 @@ def _lineage(found: IndexedSample, stored: StoredSamples) -> list[dict[str, obje
     line = [(found.row, found.facts)]
     while (parent := by_id.get(line[0][1].parent_id or "")) is not None and parent not in line:
         line.insert(0, parent)
-    nodes: list[dict[str, object]] = [_node(0, "prompt", line[0][1].prompt or found.facts.group_id)]
+    nodes = [_root(line[0][1])]
     depth = 1
     for n, row in line:
         if REWRITE in row.facts:
@@ -289,7 +289,7 @@ def _tree(found: IndexedSample, stored: StoredSamples) -> list[dict[str, object]
     """
     own = found.facts
     group = [(n, row) for n, row in enumerate(stored.rows) if row.group_id == own.group_id and row.track == own.track]
-    nodes = [_node(0, "prompt", own.prompt or own.group_id)]
+    nodes = [_root(own)]
     for parent in dict.fromkeys(row.parent_id for _, row in group):
         children = [(n, row) for n, row in group if row.parent_id == parent]
         rewrite = children[0][1].facts.get(REWRITE)
@@ -300,6 +300,11 @@ def _tree(found: IndexedSample, stored: StoredSamples) -> list[dict[str, object]
 
 def _node(depth: int, label: str, text: str, row: int | None = None) -> dict[str, object]:
     return {"depth": depth, "label": label, "text": text[:SHORT_TEXT], "row": row}
+
+
+def _root(row: SampleRow) -> dict[str, object]:
+    """The prompt, or the group of a sample without one."""
+    return _node(0, "prompt", row.prompt) if row.prompt else _node(0, "group", row.group_id)
 
 
 def _label(row: SampleRow, stored: StoredSamples) -> str:

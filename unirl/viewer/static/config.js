@@ -3,7 +3,8 @@ import { get } from "./api.js";
 import { el, field, select, table } from "./dom.js";
 import { head, list, put } from "./head.js";
 
-export async function show({ main, id, signal, wanted }) {
+export async function show(context) {
+  const { main, id, signal, wanted } = context;
   const [run, own, all] = await Promise.all([get(`/api/runs/${id}`, {}, signal), get(`/api/runs/${id}/settings`, {}, signal), get("/api/runs", {}, signal)]);
   let search = "", onlySet = false;
   const rows = el("div", {}), others = all.runs.filter((each) => each.id !== id);
@@ -14,7 +15,7 @@ export async function show({ main, id, signal, wanted }) {
       table(["Setting", "Value", "Set by"], found.map((each) => [each.key, el("span", { class: each.source === "default" ? "origin-default" : null }, each.shown),
         el("span", { class: each.source === "default" ? "origin-default" : null }, [each.source, each.place].filter(Boolean).join(" "))])));
   };
-  put(main, head(run, "Settings"), list(own.problems),
+  put(main, head(context, run, "Settings"), list(own.problems),
     el("div", { class: "bar" }, field("Search", el("input", { type: "search", oninput: (event) => { search = event.target.value.toLowerCase(); draw(); } })),
       el("label", { class: "check" }, el("input", { type: "checkbox", onchange: (event) => { onlySet = event.target.checked; draw(); } }), "only what was set"),
       field("Compare with", select([["", "no other run"], ...others.map((each) => [each.id, `${each.name} (${each.recipe})`])], wanted.with ?? "", go))),

@@ -19,6 +19,8 @@ export function number(value, digits = 3) {
   return size !== 0 && (size < 10 ** -digits || size >= 1e6) ? value.toExponential(2) : value.toFixed(digits);
 }
 
+export const counted = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
+
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return "-";
   for (const [unit, size] of [["d", 86400], ["h", 3600], ["min", 60]]) {
@@ -27,9 +29,10 @@ export function duration(seconds) {
   return `${seconds.toFixed(seconds < 10 ? 1 : 0)} s`;
 }
 
+// Pairs of name and value, each with a sentence that says what it means if it needs one.
 export function facts(pairs) {
   return el("dl", { class: "facts" }, pairs.filter(([, value]) => value !== "" && value !== null && value !== undefined)
-    .map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
+    .map(([name, value, meaning]) => el("div", { title: meaning }, el("dt", {}, name), el("dd", {}, value))));
 }
 
 export function table(heads, rows, numeric = []) {
@@ -40,9 +43,18 @@ export function table(heads, rows, numeric = []) {
 }
 
 const TONES = { running: "good", finished: "good", stalled: "warn", stopped: "warn", failed: "bad", lost: "bad", unknown: "bad" };
+const STATES = {
+  running: "The run makes progress.",
+  stalled: "The process of the run is alive, but it has made no progress for a while.",
+  finished: "The run has made all of its steps.",
+  stopped: "The run was stopped on request, and can be resumed.",
+  failed: "The run ended with an error.",
+  lost: "The process of the run is gone, and it left no record of its end: it was killed, or its machine stopped.",
+  unknown: "The record of the run (run.json) cannot be read.",
+};
 
 export function badge(status, code) {
-  return el("span", { class: `badge ${TONES[status] ?? ""}` }, status === "failed" && code !== null ? `failed (${code})` : status);
+  return el("span", { class: `badge ${TONES[status] ?? ""}`, title: STATES[status] }, status === "failed" && code !== null ? `failed (${code})` : status);
 }
 
 export function problems(list) {

@@ -12,9 +12,9 @@ export async function show(context) {
   const [run, found] = await Promise.all([get(`/api/runs/${id}`, {}, signal), get(`/api/runs/${id}/episodes`, {}, signal)]);
   const names = Object.keys(run.names).filter((name) => name.startsWith("env/") || name.includes("/env/"));
   const curves = el("div", { class: "charts" });
-  put(main, head(run, "Episodes"), list(found.problems), curves,
+  put(main, head(context, run, "Episodes"), list(found.problems), curves,
     found.total ? null : el("p", { class: "notice" }, "This run has stored no episodes."),
-    found.total ? [el("h2", {}, "Stored episodes by step"), means("Step", found.steps), el("h2", {}, "Stored episodes by task"), means("Task", found.tasks),
+    found.total ? [el("h2", {}, "Stored episodes by step"), means("Step", found.steps), el("h2", {}, "Stored episodes by task, of the newest step of each"), means("Task", found.tasks),
       el("h2", {}, `Newest episodes (${found.rows.length} of ${found.total})`),
       el("div", { class: "row" }, found.rows.map((row) => el("a", { class: row.has_file ? "side" : "side words", href: sampleLink(id, row), "data-item": true },
         el("div", { class: row.has_file ? "view" : null }, medium(id, row)),
@@ -34,5 +34,5 @@ function succeeded(share) {
 
 function means(title, rows) {
   return table([title, "From", "Episodes", "Reward", "Steps", "Success"], rows.map((row) =>
-    [row.name, WHERE[row.kind], row.count, number(row.reward), number(row.length, 1), row.success === null ? "" : `${(100 * row.success).toFixed(0)} %`]), [2, 3, 4, 5]);
+    [row.name, row.name === row.step ? WHERE[row.kind] : `${WHERE[row.kind]}, step ${row.step}`, row.count, number(row.reward), number(row.length, 1), row.success === null ? "" : `${(100 * row.success).toFixed(0)} %`]), [2, 3, 4, 5]);
 }

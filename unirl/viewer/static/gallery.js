@@ -3,22 +3,44 @@ import { get, mediaAddress, sampleLink } from "./api.js";
 import { el, field, number, say, select } from "./dom.js";
 import { head, list, put, reload } from "./head.js";
 
-const PART = 60, MOST_ASKED = 3, GAP = 10, SMALLEST = 170, KEPT_PARTS = 40;
+const PART = 60, MOST_ASKED = 3, GAP = 10, SMALLEST = 170, KEPT_PARTS = 40, TYPING_MS = 300;
 const FILTERS = ["kind", "first_step", "last_step", "prompt", "score", "low", "high", "order"];
 
 export async function show(context) {
   const { main, id, signal, wanted, keys } = context;
   const filter = Object.fromEntries(FILTERS.map((name) => [name, wanted[name] ?? ""]));
-  const ask = () => get(`/api/runs/${id}/samples`, { ...filter, limit: PART }, signal);
-  const [run, first] = await Promise.all([get(`/api/runs/${id}`, {}, signal), ask()]);
-  const place = el("div", { class: "gallery", role: "list", "aria-label": "Samples" });
-  const count = el("p", { class: "soft", "data-count": true });
-  put(main, head(run, "Gallery"), list(first.problems), controls(id, filter, first), count, place);
-  const view = new Tiles(place, id, filter, first, signal);
-  let found = first;
-  const tell = () => { count.textContent = `${found.total} of ${found.indexed} stored samples${found.complete ? "" : ", reading on ..."}`; };
-  tell();
-  view.draw();
+  const ask = (own) => get(`/api/runs/${id}/samples`, { ...filter, limit: PART }, own);
+  const [run, first] = await Promise.all([get(`/api/runs/${id}`, {}, signal), ask(signal)]);
+  const results = el("div", {}), count = el("p", { class: "soft", "data-count": true });
+  let found = first, view = null, leave = new AbortController();
+  // Shows what the filter finds. The controls stay as they are, so that typing goes on.
+  async function fill(answer) {
+    leave.abort();
+    leave = new AbortController();
+    const own = AbortSignal.any([signal, leave.signal]), place = el("div", { class: "gallery", role: "list", "aria-label": "Samples" });
+    const tell = () => { count.textContent = `${found.total} of ${found.indexed} stored samples${found.complete ? "" : ", reading on ..."}`; };
+    try {
+      found = answer ?? await ask(own);
+      results.replaceChildren(place);
+      view = new Tiles(place, id, { ...filter }, found, own);
+      tell();
+      view.draw();
+      while (!found.complete) {  // The server reads the newest steps first.
+        found = await ask(own);
+        tell();
+        view.update(found);
+      }
+      if (!found.total) place.before(el("p", { class: "notice" }, found.indexed ? "No sample fits this filter." : "This run has stored no samples yet."));
+    } catch (error) {
+      if (!own.aborted) count.textContent = error.message;
+    }
+  }
+  const apply = () => {
+    if (signal.aborted) return;
+    history.replaceState(null, "", `#/run/${id}/gallery?${new URLSearchParams(Object.entries(filter).filter(([, value]) => value !== ""))}`);
+    fill();
+  };
+  put(main, head(context, run, "Gallery"), list(first.problems), controls(id, filter, first, apply), count, results);
   let asked = 0;
   const later = () => { asked ||= requestAnimationFrame(() => { asked = 0; view.draw(); }); };
   window.addEventListener("scroll", later, { signal, passive: true });
@@ -30,31 +52,28 @@ export async function show(context) {
     else return false;
     return true;
   });
-  while (!found.complete && !signal.aborted) {  // The server reads the newest steps first.
-    found = await ask();
-    tell();
-    view.update(found);
-  }
-  if (!found.total) place.before(el("p", { class: "notice" }, found.indexed ? "No sample fits this filter." : "This run has stored no samples yet."));
+  await fill(first);
   context.poll(async () => {
-    const newer = await get(`/api/runs/${id}/samples`, { ...filter, limit: 0 }, signal);
-    if (newer.total > found.total && !count.querySelector("button")) {
+    const shown = view, newer = await get(`/api/runs/${id}/samples`, { ...shown.filter, limit: 0 }, signal);
+    if (shown === view && found.complete && newer.total > found.total && !count.querySelector("button")) {
       count.append(" ", el("button", { type: "button", onclick: reload }, "Show newer samples"));
     }
   }, 4000);
 }
 
-function controls(id, filter, found) {
-  const go = (name) => (event) => {
-    const next = { ...filter, [name]: event.target.value };
-    const query = new URLSearchParams(Object.entries(next).filter(([, value]) => value !== ""));
-    location.hash = `#/run/${id}/gallery?${query}`;
+// The fields of the filter. What is typed counts after a pause.
+function controls(id, filter, found, apply) {
+  let pending = 0;
+  const go = (name, pause = 0) => (event) => {
+    filter[name] = event.target.value;
+    clearTimeout(pending);
+    pending = setTimeout(apply, pause);
   };
-  const numeric = (name, label, step) => field(label, el("input", { type: "number", step, value: filter[name], onchange: go(name) }));
+  const numeric = (name, label, step) => field(label, el("input", { type: "number", step, value: filter[name], oninput: go(name, TYPING_MS) }));
   const steps = [...new Set([...found.steps.samples, ...found.steps.eval])].sort((a, b) => a - b);
   const options = (any) => [["", any], ...steps.map((step) => [step, step])];
   return el("form", { class: "bar", role: "search", onsubmit: (event) => event.preventDefault() },
-    field("Prompt has", el("input", { type: "search", value: filter.prompt, onchange: go("prompt") })),
+    field("Prompt has", el("input", { type: "search", value: filter.prompt, oninput: go("prompt", TYPING_MS) })),
     field("From", select([["", "training and held out"], ["samples", "training"], ["eval", "held out"]], filter.kind, go("kind"))),
     field("First step", select(options("first"), filter.first_step, go("first_step"))),
     field("Last step", select(options("last"), filter.last_step, go("last_step"))),

@@ -2,15 +2,27 @@
 import { get } from "./api.js";
 import { badge, el, problems } from "./dom.js";
 
+const EVERY_MS = 2000;
+
 export const ALIVE = ["running", "stalled"];
 
-export function head(run, title = "") {
-  const step = run.step === null ? "no step yet" : `step ${run.step}${run.total_steps ? ` of ${run.total_steps}` : ""}`;
-  return [el("h1", {}, title ? `${title}: ` : "", run.name), el("p", {}, badge(run.status.state, run.status.code), " ",
-    el("span", { class: "soft" }, [run.recipe, step, run.path].filter(Boolean).join(" - "))),
-  run.status.reason ? el("p", { class: "notice bad" }, run.status.reason) : null,
-  run.remark ? el("p", { class: "notice" }, run.remark) : null,
+// Name, state and remark of a run. The state follows the run while it lives.
+export function head({ signal, poll }, run, title = "") {
+  const place = el("div", {}, state(run));
+  const read = async () => {
+    const now = await get(`/api/runs/${run.id}/state`, {}, signal);
+    put(place, state(now));
+    return ALIVE.includes(now.status.state);
+  };
+  if (ALIVE.includes(run.status.state)) poll(read, EVERY_MS);
+  return [el("h1", {}, title ? `${title}: ` : "", run.name), place, run.remark ? el("p", { class: "notice" }, run.remark) : null,
   title !== "Episodes" && run.names?.["env/return"] !== undefined ? el("p", {}, el("a", { href: `#/run/${run.id}/episodes` }, "Episodes")) : null];
+}
+
+function state(run) {
+  const step = run.step === null ? "no step yet" : `step ${run.step}${run.total_steps ? ` of ${run.total_steps}` : ""}`;
+  return [el("p", {}, badge(run.status.state, run.status.code), " ", el("span", { class: "soft" }, [run.recipe, step, run.path].filter(Boolean).join(" - "))),
+    run.status.reason ? el("p", { class: "notice bad" }, run.status.reason) : null].filter(Boolean);
 }
 
 export function put(main, ...parts) {
@@ -35,5 +47,5 @@ export async function follow({ id, signal, poll }, names, draw) {
   };
   let curves = await read();
   while (!curves.complete && !signal.aborted) curves = await read();
-  if (quiet === 0) poll(async () => { await read(); return quiet < 3; }, 2000);
+  if (quiet === 0) poll(async () => { await read(); return quiet < 3; }, EVERY_MS);
 }

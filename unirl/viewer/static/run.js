@@ -1,7 +1,7 @@
 // One run: outcome, reward with its spread, components, phases, the metrics that tell most, ledger, alarms.
 import { get } from "./api.js";
 import { chart, colour } from "./charts.js";
-import { duration, el, facts, number, select, field, table } from "./dom.js";
+import { counted, duration, el, facts, number, select, field, table } from "./dom.js";
 import { follow, head, list, put, reload } from "./head.js";
 
 const TELLING = ["train/ratio_mean", "train/clip_fraction", "train/kl", "train/approx_kl", "train/entropy", "train/policy_entropy", "train/grad_norm",
@@ -19,7 +19,7 @@ export async function show(context) {
   const telling = TELLING.flatMap(ends);
   const asked = [...ends("rollout/reward_mean"), ...ends("rollout/reward_std"), ...components, ...components.map((name) => name.replace(/_mean$/, "_std")),
     ...phases, ...telling, ...run.evaluation_names.filter((name) => name.endsWith("_mean") || name === "eval/reward_stderr")];
-  const top = el("div", {}), curves = el("div", { class: "charts" }), other = el("div", { class: "charts" }), below = el("div", {}), outcome = el("div", {});
+  const problems = el("div", {}), raised = el("div", {}), curves = el("div", { class: "charts" }), other = el("div", { class: "charts" }), below = el("div", {}), outcome = el("div", {});
   const wanted = new Set();
   const more = select([["", "Add a metric ..."], ...names.map((name) => [name, name])], "", async (event) => {
     if (!event.target.value) return;
@@ -27,10 +27,12 @@ export async function show(context) {
     other.replaceChildren(...await extra(id, [...wanted], run.names, signal));
     event.target.value = "";
   }, { "aria-label": "Add a metric" });
-  put(main, top, outcome, el("h2", {}, "Curves"), curves, el("div", { class: "bar" }, field("Other metrics", more)), other, below);
+  put(main, head(context, run), problems, raised, outcome, el("h2", {}, "Curves"), curves, el("div", { class: "bar" }, field("Other metrics", more)), other, below);
   const refresh = () => {
-    put(top, head(run), list(run.problems));
-    put(below, ledger(run), alarms(run), origin(run));
+    put(problems, list(run.problems));
+    const isOpen = raised.querySelector("details")?.open;
+    put(raised, alarms(run, isOpen));
+    put(below, ledger(run), otherEvents(run), origin(run));
   };
   refresh();
   showOutcome(outcome, id, signal).catch((error) => { if (!signal.aborted) throw error; });
@@ -124,12 +126,22 @@ function ledger(run) {
   return [el("h2", {}, "Samples"), facts([["generated", generated], ["scored", scored], ["dropped", dropped], ["why", why]])];
 }
 
-function alarms(run) {
-  const raised = run.events.filter((event) => event.name.startsWith("alarm") || event.name === "warning" || event.name === "reward.error");
-  const others = run.events.filter((event) => !raised.includes(event));
-  const rows = (events) => table(["Time", "Event", "What"], events.toReversed().map((event) => [event.time.slice(0, 19).replace("T", " "), event.name, event.text]));
-  return [el("h2", {}, "Alarms and warnings"), raised.length ? rows(raised) : el("p", { class: "soft" }, "None."),
-    others.length ? el("details", {}, el("summary", {}, `${others.length} other events`), rows(others)) : null];
+const RAISED = { "alarm.raise": "alarm", "alarm.clear": "alarm ended", warning: "warning", "reward.error": "reward failed" };
+const ENOUGH = 3;
+
+const eventTable = (events) => table(["Time", "Event", "What"], events.map((event) => [event.time.slice(0, 19).replace("T", " "), RAISED[event.name] ?? event.name, event.text]));
+
+// The newest alarms and warnings, and the earlier ones below a fold.
+function alarms(run, isOpen) {
+  const raised = run.events.filter((event) => event.name in RAISED).toReversed(), earlier = raised.slice(ENOUGH);
+  if (!raised.length) return null;
+  return el("section", { class: "notice" }, el("h2", {}, "Alarms and warnings"), eventTable(raised.slice(0, ENOUGH)),
+    earlier.length ? el("details", { open: isOpen }, el("summary", {}, `${earlier.length} earlier`), eventTable(earlier)) : null);
+}
+
+function otherEvents(run) {
+  const others = run.events.filter((event) => !(event.name in RAISED)).toReversed();
+  return others.length ? [el("h2", {}, "Other events"), el("details", {}, el("summary", {}, counted(others.length, "event")), eventTable(others))] : null;
 }
 
 function origin(run) {

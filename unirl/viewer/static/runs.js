@@ -1,6 +1,6 @@
 // The list of runs: search, state, reward; several can be chosen to be compared.
 import { get } from "./api.js";
-import { badge, duration, el, field, number } from "./dom.js";
+import { badge, counted, duration, el, field, number } from "./dom.js";
 
 export async function show({ main, signal, poll, wanted }) {
   const chosen = new Set();
@@ -25,7 +25,7 @@ export async function show({ main, signal, poll, wanted }) {
     const change = run.first_reward === null ? "" : `${number(run.first_reward)} -> ${number(run.last_reward)}`;
     const made = el("tr", { "data-item": true, "data-run": run.id, tabindex: 0, class: chosen.has(run.id) ? "selected" : null },
       el("td", {}, box), el("td", { class: "name" }, el("a", { href: open }, run.name), el("div", { class: "soft" }, run.recipe, run.scale === "toy" ? " (toy)" : "")),
-      el("td", {}, badge(run.status, run.code)), el("td", { class: "number" }, `${run.steps}/${run.total_steps ?? "?"}`),
+      el("td", {}, badge(run.status, run.code), run.alarms ? el("div", { class: "warn", title: "The page of the run lists its alarms." }, counted(run.alarms, "alarm")) : null), el("td", { class: "number" }, `${run.steps}/${run.total_steps ?? "?"}`),
       el("td", { class: "number" }, change), el("td", { class: "number phone-hidden" }, duration(run.age_s)));
     made.addEventListener("keydown", (event) => {
       if (event.target !== made) return;

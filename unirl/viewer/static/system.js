@@ -13,7 +13,7 @@ export async function show(context) {
   const names = Object.keys(run.names).filter((name) => GROUPS.some(([start]) => name.startsWith(start) || name.includes(`/${start}`)));
   const curves = el("div", {});
   const cost = run.cost, total = Math.max(cost.total_s, 1e-9);
-  put(main, head(run, "System"), list(run.problems),
+  put(main, head(context, run, "System"), list(run.problems),
     facts([["time", duration(cost.total_s)], ["of steps", duration(cost.step_s)], ["samples per second", number(cost.samples_per_s, 1)],
       ["peak memory of a process", cost.host_gib === null ? "" : `${number(cost.host_gib, 2)} GiB`], ["peak memory of a device", cost.device_gib === null ? "" : `${number(cost.device_gib, 2)} GiB`]]),
     el("h2", {}, "Time by phase"), table(["Phase", "Seconds", "Share", ""], Object.entries(cost.phases).sort((a, b) => b[1] - a[1]).map(([name, seconds]) =>

@@ -85,8 +85,9 @@ document.addEventListener("keydown", (event) => {
   } else if (event.key === "?") document.getElementById("help").showModal();
   else if (onKey?.(event)) event.preventDefault();
   else if (event.key === "j" || event.key === "k") step(event.key === "j" ? 1 : -1);
-  else if (event.key === " " && !event.target.matches("button, a, summary, video")) {
-    const video = main.querySelector("video");
+  else if (event.key === " " && !event.target.matches("button, summary, video")) {
+    const within = event.target.closest("[data-item]") ?? (event.target.matches("a") ? null : main);
+    const video = within?.querySelector("video");
     if (!video) return;
     event.preventDefault();
     if (video.paused) video.play();

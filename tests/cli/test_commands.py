@@ -89,7 +89,7 @@ def test_config_show_doc_lists_keys_with_type_default_and_documentation(capsys):
     shown = output(capsys, "config", "show", "diffusion/quickstart", "--doc").splitlines()
     assert "sampling.height: int = 24 (default 512)" in shown
     assert "evaluation: block = EvaluationConfig" in shown
-    assert shown[shown.index("num_rollouts: int = 44 (default 100)") + 1] == "    Steps of the loop."
+    assert shown[shown.index("num_rollouts: int (>= 1) = 44 (default 100)") + 1] == "    Steps of the loop."
 
 
 def test_config_show_can_be_narrowed_to_a_block_or_a_key(capsys):

@@ -3,9 +3,11 @@
 import dataclasses
 import math
 import pickle
+from typing import Annotated
 
 import pytest
 import yaml
+from msgspec import Meta
 
 from tests.config import stand_ins
 from tests.config.stand_ins import Inner, Nested, Outer, Range, Square, Worker
@@ -13,6 +15,7 @@ from unirl.config.build import build, check_node
 from unirl.config.errors import ConfigError, GeometryError, InvalidValueError, PluginError
 from unirl.config.key_docs import docs_of, list_keys
 from unirl.config.schema import schema_of
+from unirl.config.values import spell
 
 PLUGINS = ("tests",)
 HERE = "tests.config.stand_ins"
@@ -200,6 +203,22 @@ def test_the_listing_names_every_key_with_type_and_default():
     assert lines["top.size"] == "top.size: int = 1 (required)"
     assert lines["top.inner.mode"] == "top.inner.mode: fast | slow = 'fast'"
     assert lines["top.steps"] == "top.steps: list of int = []"
+
+
+@pytest.mark.parametrize(
+    ("annotation", "text"),
+    [
+        (Annotated[float, Meta(gt=1)], "float (> 1)"),
+        (Annotated[int, Meta(ge=1), Meta(le=65536)] | None, "int (1 <= x <= 65536) | null"),
+        (Annotated[float, Meta(gt=0, lt=1)], "float (0 < x < 1)"),
+        (tuple[Annotated[int, Meta(ge=1)], ...], "list of int (>= 1)"),
+        (Annotated[float, Meta(le=1e9)], "float (<= 1e+09)"),
+        (Annotated[str, Meta(min_length=1)], "str"),
+    ],
+)
+def test_the_listing_gives_the_range_of_a_number(annotation, text):
+    assert spell(annotation, ranges=True) == text
+    assert not set("<>(") & set(spell(annotation))
 
 
 def test_positional_parameters_are_wired_and_keyword_only_ones_are_keys():

@@ -48,7 +48,7 @@ def keys_of(schema: Schema, path: str = "") -> Iterator[KeyDoc]:
     docs = docs_of(schema.owner)
     for key in schema.keys.values():
         is_block = is_held(key) or is_config(type(key.default))
-        kind = "block" if is_block else spell(key.annotation)
+        kind = "block" if is_block else spell(key.annotation, ranges=True)
         configs = [part for part in (type(key.default), key.annotation, *get_args(key.annotation)) if is_config(part)]
         doc = docs.get(key.name) or "".join(map(summary_of, configs[:1]))
         yield KeyDoc(join(path, key.name), kind, _default(key), doc)

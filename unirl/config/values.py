@@ -75,29 +75,46 @@ def read(value: object, annotation: object, context: ReadContext) -> Any:
     return context.read_node(value, origin, context)
 
 
-def spell(annotation: object) -> str:
-    """An annotation as a message or a listing shows it."""
+def spell(annotation: object, ranges: bool = False) -> str:
+    """An annotation as a message or a listing shows it; with `ranges`, numbers with their bounds: `float (> 1)`."""
     kind = _without_ranges(annotation)
-    origin, args = get_origin(kind), get_args(kind)
+    origin, args = get_origin(kind), [spell(arg, ranges) for arg in get_args(kind) if arg is not Ellipsis]
     if origin is Literal:
-        return " | ".join(map(str, args))
+        return " | ".join(map(str, get_args(kind)))
     if origin in (Union, types.UnionType):
-        return " | ".join(map(spell, args))
+        return " | ".join(args)
     if origin in SEQUENCES:
-        kinds = [spell(item) for item in args if item is not Ellipsis]
-        return f"list of {kinds[0]}" if len(args) == 1 or Ellipsis in args else f"list [{', '.join(kinds)}]"
+        is_uniform = len(get_args(kind)) == 1 or Ellipsis in get_args(kind)
+        return f"list of {args[0]}" if is_uniform else f"list [{', '.join(args)}]"
     if origin in MAPPINGS:
-        return f"mapping of {spell(args[0])} to {spell(args[1])}"
+        return f"mapping of {args[0]} to {args[1]}"
     if kind in ANYTHING:
         return "anything"
     name = kind.__name__ if inspect.isclass(kind) else str(kind)
-    return {"NoneType": "null", "tuple": "list", "dict": "mapping"}.get(name, name)
+    shown = {"NoneType": "null", "tuple": "list", "dict": "mapping"}.get(name, name)
+    return shown + (_bounds(annotation) if ranges else "")
 
 
 def show(value: object) -> str:
     """A value as YAML would write it in one line, cut to a readable length."""
     text = {"None": "null", "True": "true", "False": "false"}.get(repr(value), repr(value))
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+"""The attributes of msgspec.Meta that bound a number."""
+
+
+def _bounds(annotation: object) -> str:
+    """The range of an annotated number: ` (> 1)`, ` (0 <= x < 1)`, or nothing."""
+    found: dict[str, str] = {}
+    for meta in get_args(annotation)[1:] if get_origin(annotation) is Annotated else ():
+        limits = {name: getattr(meta, name, None) for name in SIGNS}
+        found |= {name: f"{limit:g}" for name, limit in limits.items() if limit is not None}
+    if len(found) < 2:
+        return "".join(f" ({SIGNS[name]} {limit})" for name, limit in found.items())
+    low, high = (next((found[name], name) for name in names if name in found) for names in (("ge", "gt"), ("le", "lt")))
+    return f" ({low[0]} {'<=' if low[1] == 'ge' else '<'} x {SIGNS[high[1]]} {high[0]})"
 
 
 def _without_ranges(annotation: object) -> object:

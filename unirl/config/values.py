@@ -102,15 +102,16 @@ def show(value: object) -> str:
 
 
 SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-"""The attributes of msgspec.Meta that bound a number."""
+"""The bounds of a number in msgspec.Meta, as the listing writes them."""
 
 
 def _bounds(annotation: object) -> str:
     """The range of an annotated number: ` (> 1)`, ` (0 <= x < 1)`, or nothing."""
     found: dict[str, str] = {}
     for meta in get_args(annotation)[1:] if get_origin(annotation) is Annotated else ():
-        limits = {name: getattr(meta, name, None) for name in SIGNS}
-        found |= {name: f"{limit:g}" for name, limit in limits.items() if limit is not None}
+        if isinstance(meta, msgspec.Meta):
+            limits = {"ge": meta.ge, "gt": meta.gt, "le": meta.le, "lt": meta.lt}
+            found |= {name: f"{limit:g}" for name, limit in limits.items() if limit is not None}
     if len(found) < 2:
         return "".join(f" ({SIGNS[name]} {limit})" for name, limit in found.items())
     low, high = (next((found[name], name) for name in names if name in found) for names in (("ge", "gt"), ("le", "lt")))

@@ -212,6 +212,8 @@ def test_an_alarm_is_raised_once_also_by_a_run_that_resumes(monkeypatch, tmp_pat
     assert "alarm length.drift was raised before this run was continued and lasts" in "".join(capsys.readouterr())
     assert alarms_of(folder) == [("length.drift", 1)]
     assert "alarm length.drift after step 1: planted, beyond its bound since step 1. What helps: " in said
+    told = [each["ev"] for each in lines_of(folder / "events.jsonl") if "after step 1: planted" in each.get("text", "")]
+    assert told == ["alarm.raise"]
 
 
 def test_an_alarm_after_the_last_step_is_a_warning(monkeypatch, tmp_path, capsys):

@@ -439,7 +439,8 @@ class Watchdog:
         text = f"alarm {sign.name} after step {step}: {seen}. What helps: {sign.helps}"
         self._tracker.event("alarm.raise", alarm=sign.name, value=found.value, step=step, text=text)
         if self._config.on_alarm == "log":
-            self._tracker.warn(text)
+            if self._tracker.console:  # the event is written already
+                self._tracker.console.warn(text)
             return None
         return AlarmError(
             f"{text}.\nThe run ends here because of watch.on_alarm={self._config.on_alarm}. To train without this "

@@ -18,7 +18,7 @@ ERASE = "\r\x1b[2K"
 
 
 class Shown:
-    """What a command says that it is doing."""
+    """The status that a command shows, which blocks can replace while they run."""
 
     def __init__(self, status: Callable[[], str]) -> None:
         self.status = status

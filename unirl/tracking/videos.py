@@ -74,7 +74,7 @@ class StoredVideo:
 
     @classmethod
     def read(cls, row: SampleRow, folder: Path) -> StoredVideo:
-        """Reads the video from a row of a manifest and the file beside it, which a row without frames lacks."""
+        """Reads the video of a row of a manifest. A row without a file gets one blank frame."""
         width, height = (int(side) for side in str(row.facts["size"]).split("x"))
         num_frames, shown, fps = int(row.facts["frames"]), int(row.facts["shown"]), float(row.facts["fps"])
         if not row.file:

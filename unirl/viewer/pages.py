@@ -94,7 +94,7 @@ def run_page(library: RunLibrary, id: str) -> dict[str, object]:
 
 
 def state(library: RunLibrary, id: str) -> dict[str, object]:
-    """What every page about a run says at its top, at this moment."""
+    """The present name, state and steps of a run, for the top of every page."""
     run = library.open(id)
     with run.reading() as record:
         return _head(run, record)

@@ -1,4 +1,4 @@
-"""What losses with critics Q(o, a) have in common, whether the policy or somebody else took the actions."""
+"""The base of losses with critics Q(o, a), for actions of the policy (SAC) or of recorded data (IQL)."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
     python scripts/kill_workers.py --trials 20 --seed 1 --out benchmarks/kill_workers.json
     python scripts/kill_workers.py --trials 6 --seed 2 --restarts --out benchmarks/recovery.json
+    python scripts/kill_workers.py --trials 8 --relations ahead elastic --out benchmarks/kill_workers_ahead.json
 
 A trial starts a toy recipe on Ray workers and kills one of them by SIGKILL at a random moment. It measures the seconds
 until the run has reported the cause and ended, and lists the processes that are alive 5 s later. Then it resumes the
@@ -33,17 +34,26 @@ SPARE_STEPS = 12
 """The smallest number of steps that remain when a worker is killed, so that a kill is well before the end."""
 MARK = "UNIRL_KILL_TRIAL"
 """Environment variable by which all processes of a trial are recognised, because they inherit it."""
-CLOCKS = ("time/", "mem/", "throughput/")
+CLOCKS = ("time/", "mem/", "throughput/", "queue/")
 DEADLINE_S = 15.0
 LEFTOVER_S = 5.0
-RECIPES = {
-    "trainside": "diffusion/sd3_trainside",
-    "colocate": "diffusion/sd3_replica_lora_colocate",
-    "separate": "diffusion/sd3_replica_lora_separate",
+SEPARATE = "diffusion/sd3_replica_lora_separate"
+IN_TURNS = {
+    "trainside": ("diffusion/sd3_trainside",),
+    "colocate": ("diffusion/sd3_replica_lora_colocate",),
+    "separate": (SEPARATE,),
 }
+JOIN = ("asynchronous.elastic=true", "reward_parts=4", "placement.reward=cpu", "batch_size=4")
+RELATIONS = {
+    **IN_TURNS,
+    "ahead": (SEPARATE, "asynchronous.max_staleness=2"),
+    "elastic": (SEPARATE, "asynchronous.max_staleness=1", *JOIN),
+}
+"""How training and sampling share the devices: a recipe and its overrides."""
 
 
 def command(folder: Path, relation: str, steps: int, more: tuple[str, ...]) -> list[str]:
+    recipe, *own = RELATIONS[relation]
     overrides = (
         "scale=toy",
         "runtime=ray",
@@ -53,9 +63,10 @@ def command(folder: Path, relation: str, steps: int, more: tuple[str, ...]) -> l
         "tracking.sample_steps=0",
         "evaluation.eval_steps=0",
         f"run.dir={folder}",
+        *own,
         *more,
     )
-    return [sys.executable, "-m", "unirl.train_diffusion", f"--config-name={RECIPES[relation]}", *overrides]
+    return [sys.executable, "-m", "unirl.train_diffusion", f"--config-name={recipe}", *overrides]
 
 
 class Run:
@@ -222,7 +233,7 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=24, help=f"steps of a run, more than {SPARE_STEPS} (default 24)")
-    parser.add_argument("--relations", nargs="+", choices=RECIPES, default=list(RECIPES))
+    parser.add_argument("--relations", nargs="+", choices=RELATIONS, default=list(IN_TURNS))
     parser.add_argument("--restarts", action="store_true", help="let the run recover by itself")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

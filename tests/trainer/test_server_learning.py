@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import csv
+import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.run_files import metrics_of
+from unirl.cli.main import main
 from unirl.config.load import load
 from unirl.plan.preflight import preflight
 from unirl.trainer.assemble import build_trainer
@@ -16,34 +18,41 @@ from unirl.trainer.assemble import build_trainer
 STEPS = 8
 SHORT = (
     f"num_rollouts={STEPS}",
-    f"evaluation.eval_steps={STEPS}",
+    "evaluation.eval_steps=0",  # the server answers for the training alone
     "backend.optimizer_cfg.learning_rate=6e-4",  # twice the recipe's: fewer steps do not learn beyond the noise
     "tracking.sample_steps=0",
     "save_interval=0",
 )
 
 
-def scores(folder: Path, *overrides: str) -> list[tuple[float, float]]:
-    """Mean held-out reward and its standard error, before the first step and after the last one."""
-    loaded = load("llm/quickstart", [*SHORT, *overrides, f"run.dir={folder}"])
+def trained(folder: Path, rollout: str) -> Path:
+    """The folder of a run that an engine sampled for."""
+    loaded = load("llm/quickstart", [*SHORT, f"rollout={rollout}", f"run.dir={folder}"])
     preflight(loaded)
     with build_trainer(loaded) as trainer:
         trainer.train()
-    with (folder / "eval_metrics.csv").open() as file:
-        return [(float(row["eval/reward_mean"]), float(row["eval/reward_stderr"])) for row in csv.DictReader(file)]
+    return folder
+
+
+def held_out(capsys: pytest.CaptureFixture[str], run: Path, *options: str) -> dict[str, Any]:
+    """The scores of the trained weights, sampled trainside."""
+    capsys.readouterr()
+    assert main(["eval", str(run), "rollout=trainside", *options, "--json", "--out", str(run / "evaluated")]) == 0
+    return json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.slow
-def test_the_quick_start_learns_through_transformers_serve_as_it_does_trainside(tmp_path) -> None:
+def test_the_quick_start_learns_through_transformers_serve_as_it_does_trainside(tmp_path, capsys) -> None:
     """Held-out rewards rise by more than two standard errors, and end within three of those of trainside.
 
     Every step samples from the weights of the step before it, which the server has under their version.
     """
-    trainside, server = (scores(tmp_path / name, f"rollout={name}") for name in ("trainside", "server"))
-    for (start, _), (end, error) in (trainside, server):
-        assert end - start > 2 * error
-    (ours, our_error), (theirs, their_error) = server[-1], trainside[-1]
-    assert abs(ours - theirs) < 3 * math.hypot(our_error, their_error)
+    trainside = held_out(capsys, trained(tmp_path / "trainside", "trainside"), "--baseline")
+    server = held_out(capsys, trained(tmp_path / "server", "server"))
+    reward, error = "eval/reward_mean", "eval/reward_stderr"
+    for result in (trainside, server):
+        assert result[reward] - trainside["before"][reward] > 2 * result[error]
+    assert abs(server[reward] - trainside[reward]) < 3 * math.hypot(server[error], trainside[error])
     steps = metrics_of(tmp_path / "server")
     assert [step["sync/version"] for step in steps] == list(range(STEPS))
     assert all(step["sync/bytes"] > 0 for step in steps)

@@ -255,7 +255,8 @@ def plot(runs: Sequence[Mapping[str, Any]]) -> Image.Image:
             Series(f"{SYSTEMS[row['system']]} {algorithm}", row["steps"], row["mean"], row["standard_error"])
             for row, algorithm in zip(own, algorithms, strict=True)
         ]
-        title = f"{TASKS[tasks[0]].id}, {own[0]['seeds']} seeds"
+        seeds = sorted({row["seeds"] for row in own})
+        title = f"{TASKS[tasks[0]].id}, {' to '.join(map(str, seeds))} seeds"
         diagrams.append(reward_curve(curves, title, width=640, height=360, across="environment steps"))
     return below(*(beside(*diagrams[first : first + 2]) for first in range(0, len(diagrams), 2)))
 

@@ -4,10 +4,10 @@
     python scripts/train_world_model.py --out worlds/pixel_reach --minutes 5    # the next call goes on from there
     python scripts/train_world_model.py --measure worlds/pixel_reach    # only the table of held-out errors
 
-It never ran to the end, so what it learns within its default steps is not known. Chunks of random actions from random
-places are recorded in the environment itself. First the VAE learns to encode and decode their frames, then the
-transformer and the tokens of the actions learn flow matching on its latents. The classes are those of the published 5B
-model; the text encoder keeps random weights, since no episode has an instruction.
+Eight minutes of a CPU core. Chunks of random actions from random places are recorded in the environment itself. First
+the VAE learns to encode and decode their frames, then the transformer and the tokens of the actions learn flow matching
+on its latents. The classes are those of the published 5B model; the text encoder keeps random weights, since no episode
+has an instruction.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -43,6 +44,7 @@ SIZE, ACTIONS, CHUNK, TOKENS = 24, 2, 4, 8
 LATENT_CHANNELS, TEXT_WIDTH = 16, 32
 BRIGHT = 10.0
 """Further weight of a bright pixel in the loss of the VAE."""
+SIMULATED = "the environment"
 SAMPLING = DiffusionSamplingParams(
     kernel=EulerODE(), num_inference_steps=4, height=SIZE, width=SIZE, max_sequence_length=TOKENS
 )
@@ -268,29 +270,49 @@ def opened(folder: Path, tokens: ActionTokens | None = None) -> WorldModel:
 # What it learned
 
 
-def errors(world: WorldModel, chunks: Chunks) -> dict[str, list[float]]:
-    """Mean squared errors per pixel in [0, 1] of the frames after 1 ... C actions, and of two other predictions."""
-    wanted = unit(chunks.frames[:, 1:])
+def predictions(world: WorldModel, chunks: Chunks) -> dict[str, Tensor]:
+    """Frames [N, C, 3, H, W] uint8 after each action: those of the environment, and three ways to predict them."""
     first = chunks.frames[:, 0]
-    rows = [(number, "held-out") for number in range(len(first))]
-    turned = -chunks.actions
-    predictions = {
-        "world model": world.predict(first, [""] * len(first), chunks.actions, rows, 64),
+    texts, rows = [""] * len(first), [(number, "held-out") for number in range(len(first))]
+    return {
+        SIMULATED: chunks.frames[:, 1:],
+        "world model": world.predict(first, texts, chunks.actions, rows, 64),
         "the first frame again": first[:, None].expand_as(chunks.frames[:, 1:]),
-        "world model, actions reversed": world.predict(first, [""] * len(first), turned, rows, 64),
+        "world model, actions reversed": world.predict(first, texts, -chunks.actions, rows, 64),
     }
-    return {name: (unit(frames) - wanted).square().mean((0, 2, 3, 4)).tolist() for name, frames in predictions.items()}
+
+
+def errors(predicted: Mapping[str, Tensor]) -> dict[str, list[float]]:
+    """Mean squared errors per pixel in [0, 1] of the frames after 1 ... C actions, by the kind of prediction."""
+    wanted = unit(predicted[SIMULATED])
+    return {
+        name: (unit(frames) - wanted).square().mean((0, 2, 3, 4)).tolist()
+        for name, frames in predicted.items()
+        if name != SIMULATED
+    }
+
+
+def picture(chunks: Chunks, predicted: Mapping[str, Tensor], rows: int = 6) -> Image.Image:
+    """A row for each of some chunks: the first frame, then those of the environment, of the model, and reversed."""
+    first = chunks.frames[:rows, :1]
+    shown = [predicted[name][:rows] for name in (SIMULATED, "world model", "world model, actions reversed")]
+    frames = torch.cat([first, *shown], dim=1)  # [rows, 1 + 3 C, 3, H, W]
+    gapped = nn.functional.pad(frames, (1, 1, 1, 1), value=90)
+    canvas = gapped.permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1)
+    return Image.fromarray(canvas.numpy()).resize((3 * canvas.shape[1], 3 * canvas.shape[0]), Image.Resampling.NEAREST)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder to write the model to")
     parser.add_argument("--measure", type=Path, help="folder of a trained model")
+    parser.add_argument("--picture", type=Path, help="write some predicted frames to this PNG")
     for name, default in vars(Settings()).items():
         parser.add_argument("--" + name.replace("_", "-"), type=type(default), default=default)
     parser.add_argument("--minutes", type=float, default=math.inf, help="limit of this call; the next one goes on")
     args = vars(parser.parse_args())
     out, folder, minutes = args.pop("out"), args.pop("measure"), args.pop("minutes")
+    drawn = args.pop("picture")
     settings = Settings(**args)
     if out is not None:
         chunks = Chunks.record(settings.chunks, settings.seed + 1)
@@ -304,8 +326,12 @@ def main() -> None:
         write_trained(out, world)
         folder = out
     if folder is not None:
-        for name, values in errors(opened(folder), Chunks.record(256, settings.seed + 2)).items():
+        chunks = Chunks.record(256, settings.seed + 2)
+        predicted = predictions(opened(folder), chunks)
+        for name, values in errors(predicted).items():
             print(f"{name:32}", *[f"{value:.5f}" for value in values])
+        if drawn is not None:
+            picture(chunks, predicted).save(drawn, optimize=True)
 
 
 if __name__ == "__main__":

@@ -287,7 +287,8 @@ class GaussianBundle(PolicyBundle):
             depth: layers before the output.
             activation: after each layer.
             normalize: subtract the running mean of observations that are vectors, and divide by their running std.
-            initial: weights of the layers: orthogonal, with biases of zero, or uniform, as layers of torch start.
+            initial: weights of the hidden layers: orthogonal, with biases of zero, or uniform, as those of torch start.
+                The output starts near zero either way.
         """
         positive(actions=actions, width=width, depth=depth)
         shapes, space, start = shapes_of(observations), ContinuousActions(actions), key_seed(seed, POLICY)

@@ -138,7 +138,7 @@ class BareActing:
         return draw(decisions, self.shape[0], *self.policy.noise_shape)
 
     def step(self, actions: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """What is observed next, rewards, and which episodes terminated and which were cut off."""
+        """The next observations [N, ...], rewards [N], and which episodes [N] terminated and were truncated."""
         given: Sequence[Any] = list(actions.clamp(-1, 1).numpy()) if actions.is_floating_point() else actions.tolist()
         observations = np.empty(self.shape, np.float32)
         rewards, ends = np.empty(self.shape[0], np.float32), np.empty((2, self.shape[0]), bool)

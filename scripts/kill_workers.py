@@ -49,7 +49,7 @@ RELATIONS = {
     "ahead": (SEPARATE, "asynchronous.max_staleness=2"),
     "elastic": (SEPARATE, "asynchronous.max_staleness=1", *JOIN),
 }
-"""How training and sampling share the devices: a recipe and its overrides."""
+"""A recipe and its overrides, by the way in which training and sampling share the devices."""
 
 
 def command(folder: Path, relation: str, steps: int, more: tuple[str, ...]) -> list[str]:

@@ -10,6 +10,7 @@ the bare loop. Some minutes. Meta-World needs the extra metaworld.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import sys
 import tempfile
@@ -247,6 +248,7 @@ def bare_step(task: Task, gamma: float = 0.99, lam: float = 0.95, epochs: int = 
 def main() -> None:
     options = measuring(__doc__ or "", pairs=9).parse_args()
     torch.set_num_threads(1)
+    gc.freeze()  # as a run does (`unirl/trainer/loop.py`), and for both loops
     clock, results = CLOCKS[options.clock], list[Ratio]()
 
     def is_chosen(name: str) -> bool:

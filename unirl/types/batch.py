@@ -379,14 +379,15 @@ def with_named_tensors(value: T, tensors: Mapping[str, Tensor], name: str) -> T:
 
 
 def compact(value: T) -> T:
-    """The value with every tensor in storage of its own size. A view keeps, and ships, all of the tensor behind it."""
-
-    def own_storage(tensor: Tensor) -> Tensor:
-        own = tensor.untyped_storage().nbytes() <= tensor.numel() * tensor.element_size()
-        return tensor if own else tensor.clone(memory_format=torch.contiguous_format)
-
-    compacted: T = map_value(value, own_storage)
+    """The value with every tensor in storage of its own size."""
+    compacted: T = map_value(value, in_own_storage)
     return compacted
+
+
+def in_own_storage(tensor: Tensor) -> Tensor:
+    """The tensor, copied if it is a view, which keeps, and ships, all of the tensor behind it."""
+    own = tensor.untyped_storage().nbytes() <= tensor.numel() * tensor.element_size()
+    return tensor if own else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def same(first: object, second: object) -> bool:

@@ -50,13 +50,13 @@ class RowOffsets:
     def of(offsets: Int[Tensor, "boundaries"], mask: Bool[Tensor, "sum_L"], live: Bool[Tensor, "B"]) -> RowOffsets:
         """The rows with boundaries `offsets` [B + 1]. Tokens of `mask` in rows of `live` are counted."""
         row = to_device(row_of(offsets), mask.device)
-        token_mask = mask & live[row]
+        token_mask = mask & live.index_select(0, row)
         lengths = torch.zeros(len(live), dtype=torch.float64, device=mask.device).index_add(0, row, token_mask.double())
         return RowOffsets(row, to_device(offsets[:-1], mask.device), token_mask, lengths)
 
     def masked(self, values: Float[Tensor, "sum_L"]) -> Float[Tensor, "sum_L"]:
         """[sum L] `values` at counted tokens, with their gradient; 0 elsewhere, even where `values` is not finite."""
-        return torch.where(self.token_mask, values, 0.0)
+        return values.masked_fill(~self.token_mask, 0.0)
 
     def sum(self, values: Float[Tensor, "sum_L"]) -> Float[Tensor, "B"]:
         """[B] float64 sum of each row."""
@@ -68,7 +68,7 @@ class RowOffsets:
 
     def spread(self, per_row: Shaped[Tensor, "B"]) -> Shaped[Tensor, "sum_L"]:
         """[sum L] the value of each token's row, from `per_row` [B]."""
-        return per_row[self.row]
+        return per_row.index_select(0, self.row)
 
     def before(self, values: Float[Tensor, "sum_L"]) -> Float[Tensor, "sum_L"]:
         """[sum L] float64 sum over the earlier tokens of the same row; exactly 0 at the first token."""
@@ -109,7 +109,7 @@ def token_shares(
     if rule == NORMED:
         assert horizon is not None, f"{NORMED} needs a horizon"
         per_row = per_row / horizon
-    return torch.where(rows.token_mask, rows.spread(per_row), 0.0)
+    return rows.masked(rows.spread(per_row))
 
 
 def token_count(rule: Aggregation, rows: RowOffsets, row_weight: Float[Tensor, "B"]) -> Float[Tensor, ""]:

@@ -158,7 +158,7 @@ def element_metrics(
     Elements of weight 0 are ignored, even if they are not finite.
     """
     stacked = torch.stack([*means.values(), *stds.values()])
-    values = torch.where(weights > 0, stacked, 0.0).flatten(1)
+    values = stacked.masked_fill(~(weights > 0), 0.0).flatten(1)
     weighted, weight = weights.flatten() * values, weights.sum().double()
     totals = weighted.sum(1).double().unbind()
     metrics = {name: Metric(total, weight, "mean") for name, total in zip(means, totals, strict=False)}
@@ -180,7 +180,7 @@ def spread_metrics(
     Args:
         means: further values whose weighted means become metrics, such as `clip_fractions`.
     """
-    log_ratio = torch.where(weights > 0, log_ratio, 0.0).float()
+    log_ratio = log_ratio.masked_fill(~(weights > 0), 0.0).float()
     own = {"train/ratio_mean": log_ratio.exp(), "train/approx_kl": k2(log_ratio)}
     return element_metrics({**own, **means}, {"train/ratio_std": log_ratio.expm1()}, weights)
 

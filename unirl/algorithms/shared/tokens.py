@@ -293,7 +293,7 @@ class TokenLoss(PolicyGradient[AnyTokenStage, PackedSegment]):
         shares = token_shares(self.loss_agg_mode, tokens.rows, rows.weight, self.horizon)
         count = token_count(self.loss_agg_mode, tokens.rows, rows.weight)
         stacked = torch.stack(list(terms.values()))
-        sums = torch.where(shares > 0, shares * stacked, 0.0).sum(1)
+        sums = (shares * stacked).masked_fill(~(shares > 0), 0.0).sum(1)
         totals = zip(terms, sums.detach().unbind(), strict=True)
         metrics = {name: Metric(total, count, "mean") for name, total in totals}
         metrics[LOSS_RMS] = Metric.rms(stacked.detach().sum(0), shares)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from unirl.types.batch import compact, concat_rows, map_value, num_rows, take_rows, tensors_of
+from unirl.types.batch import compact, concat_rows, in_own_storage, map_value, num_rows, take_rows, tensors_of
 from unirl.types.device import CPU, to_host
 from unirl.types.rollout_resp import RolloutResp, RolloutTrack
 from unirl.types.rows import RemoteRows, StoredRows
@@ -81,7 +81,7 @@ class RowStore:
 
         stored = _changed(value, lambda v: v if isinstance(v, RemoteRows) else self.put(v), collected)
         copies = iter(to_host(light))
-        return _changed(stored, lambda v: v, lambda tensor: compact(next(copies)))
+        return _changed(stored, lambda v: v, lambda tensor: in_own_storage(next(copies)))
 
     def put(self, value: object) -> RemoteRows:
         """Keep a per-row value on its device, and return RemoteRows for it."""

@@ -74,6 +74,8 @@ FOREIGN_KEYS: Mapping[str, Sequence[str]] = {
     "algorithm.entropy_coef=<factor>": ("entropy_bonus",),
     "algorithm.norm=batch and algorithm.target=live (CrossQ)": ("q_head_type",),
     "a wrapper of the environment, registered with Gymnasium": ("reward_coef", "use_rel_reward"),
+    "pipeline.env={_target_: unirl.envs.scored.ScoredEnvironment, env: <environment>, reward: <class with score>, "
+    "env_weight: <factor>}": ("env_reward_weight",),
     "bundle.path=<folder or hub id>": ("model", "pretrained_model_ckpt_path"),
     "row_transport=object_store|collective, or +transfer_queue=simple|mooncake": ("transport_kind",),
     "nothing: values that are no tensors travel with the answer of the worker that made them": (

@@ -197,7 +197,7 @@ def environment_node(recipe: str, overrides: Sequence[str]) -> Node:
     env = pipeline.get("env", Node)
     if env is None or env.class_name == "RemoteEnvironment":
         has = "no pipeline.env" if env is None else "a RemoteEnvironment, which is the other end"
-        raise UsageError(f"recipe {recipe} has {has}. Serve a recipe whose policy acts in an environment of its own")
+        raise UsageError(f"recipe {recipe} has {has}. Name a recipe whose policy acts in an environment of its own")
     return env
 
 

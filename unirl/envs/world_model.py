@@ -12,6 +12,7 @@ from torch import Tensor
 
 from unirl.config.errors import InvalidValueError, did_you_mean
 from unirl.config.targets import find_target
+from unirl.envs.scored import check_reads, frame_size
 from unirl.models.denoising.bundle import DiffusersBundle
 from unirl.models.denoising.pipeline import DiffusionPipeline
 from unirl.models.loading.estimate import HeldModel
@@ -23,6 +24,7 @@ from unirl.types.environments import (
     EnvironmentSpaces,
     EnvironmentStep,
     EpisodeStart,
+    FrameReward,
     Observations,
 )
 from unirl.types.protocols import TORCH_DTYPES, DtypeName
@@ -42,19 +44,6 @@ class FirstFrames(Protocol):
 
     def close(self) -> None:
         """Free what it holds."""
-
-
-class FrameReward(Protocol):
-    """Says what frames are worth, and which of them show success."""
-
-    def score(self, before: Tensor, frames: Tensor, tasks: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Rewards [B, C] float32 and success [B, C] bool. A row depends on its own frames and task alone.
-
-        Args:
-            before: [B, 3, H, W] uint8, the frame before the first action.
-            frames: [B, C, 3, H, W] uint8, the frame after each action.
-            tasks: [B] the instructions; "" where there is none.
-        """
 
 
 @dataclass(eq=False)
@@ -120,7 +109,8 @@ class WorldModelEnvironment:
         self._path, self._dtype, self._chunk, self._max_steps = path, dtype, chunk, max_steps
         self._first, self._reward, self._camera = first, reward, camera
         self._bundle_class, self._pipeline_class = video_model(model)
-        height, width = frame_size(first, camera)
+        height, width = frame_size(first.spaces, camera, "pipeline.env.first")
+        check_reads(reward, (height, width))
         self._sampling = DiffusionSamplingParams(
             kernel=EulerODE(),
             num_inference_steps=num_inference_steps,
@@ -243,15 +233,3 @@ def video_model(name: str) -> tuple[type[DiffusersBundle], type[DiffusionPipelin
     family = f"unirl.models.{name}.family.{VIDEO_MODELS[name]}"
     bundle, pipeline = (find_target(f"{family}{kind}", "pipeline.env.model") for kind in ("Bundle", "Pipeline"))
     return cast(type[DiffusersBundle], bundle), cast(type[DiffusionPipeline[Any]], pipeline)
-
-
-def frame_size(first: FirstFrames, camera: str) -> tuple[int, int]:
-    """Height and width of the frames. Raises InvalidValueError (2004) if there are none."""
-    shown = first.spaces.observations
-    shape = shown.get(camera, ())
-    if len(shape) != 3 or shape[0] != 3:
-        raise InvalidValueError(
-            f"pipeline.env.camera={camera}: pipeline.env.first shows "
-            f"{', '.join(f'{key} {list(size)}' for key, size in shown.items())}. Name an image of 3 channels"
-        )
-    return shape[1], shape[2]

@@ -96,6 +96,22 @@ class Expert(Protocol):
         """[B] int64, or [B, A] float32 in [-1, 1]: the expert's action for each observation of the environment."""
 
 
+class FrameReward(Protocol):
+    """Says what frames are worth, and which of them show success.
+
+    A class that reads frames of one size alone has an attribute `size`, their height and width.
+    """
+
+    def score(self, before: Tensor, frames: Tensor, tasks: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Rewards [B, C] float32 and success [B, C] bool. A row depends on its own frames and task alone.
+
+        Args:
+            before: [B, 3, H, W] uint8, the frame before the first action.
+            frames: [B, C, 3, H, W] uint8, the frame after each action.
+            tasks: [B] the instructions; "" where there is none.
+        """
+
+
 class Environment(Protocol):
     """A set of environments of one kind. A slot holds one of them, which is made when the slot is first reset.
 

@@ -77,9 +77,10 @@ class Metric:
 
     def double(self) -> Metric:
         """The metric in float64, in which sums hardly depend on how elements are spread over batches and ranks."""
-        total, weight, squares = [
-            part.double() if isinstance(part, Tensor) else part for part in (self.total, self.weight, self.squares)
-        ]
+        parts = (self.total, self.weight, self.squares)
+        if all(part.dtype == torch.float64 for part in parts if isinstance(part, Tensor)):  # most metrics of tokens
+            return self
+        total, weight, squares = [part.double() if isinstance(part, Tensor) else part for part in parts]
         return Metric(total, weight, self.kind, squares)
 
     def merged(self, other: Metric) -> Metric:

@@ -15,15 +15,17 @@ from unirl.algorithms.action_ppo import ActionGRPO, ActionPPO
 from unirl.algorithms.ar_ppo import ADVANTAGE, RETURN
 from unirl.algorithms.shared.critic import OLD_VALUE
 from unirl.models.policies.pipeline import PolicyPipeline
+from unirl.train import transition_stack
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import FSDPConfig, ValueConfig
 from unirl.train.stack import TrainStack
 from unirl.train.transition_stack import TransitionStack
+from unirl.types.batch import tensors_of
 from unirl.types.environments import ContinuousActions, DiscreteActions
 from unirl.types.protocols import TrainingProgress
 from unirl.types.rollout_resp import RolloutTrack
-from unirl.types.segments import ActionSegment
+from unirl.types.segments import ActionSegment, PackedSegment
 
 START = TrainingProgress()
 
@@ -154,6 +156,27 @@ def test_minibatches_cut_into_several_forwards_make_the_same_updates() -> None:
     cut = weights_after(TransitionStack, **settings, forward_decisions=3)
     for name, value in whole.items():
         assert torch.allclose(cut[name], value, atol=1e-6), name
+
+
+@pytest.mark.parametrize("minibatches", [0, 1, 2])
+def test_few_minibatches_are_copied_at_once_and_the_bits_stay(minibatches: int, monkeypatch) -> None:
+    """44 decisions in minibatches of 10, of which as many are copied as fit into the memory for copies, or one."""
+    settings = {"micro_batch_size": 4, "epochs": 2, "minibatch_size": 10, "forward_decisions": 4}
+    whole = weights_after(TransitionStack, **settings)
+    made, sizes = transition_stack.single_elements, list[int]()
+
+    def recorded(rows: RolloutTrack[PackedSegment], chosen: Tensor) -> RolloutTrack:
+        sizes.append(len(chosen))
+        copied = made(rows, chosen)
+        num_bytes = sum(tensor.nbytes for tensor in tensors_of(copied.segment.packed_fields()))
+        monkeypatch.setattr(transition_stack, "COPIED_BYTES", num_bytes * 10 * minibatches // len(copied.segment.logp))
+        return copied
+
+    monkeypatch.setattr(transition_stack, "single_elements", recorded)
+    weights = weights_after(TransitionStack, **settings)
+    at_once = max(minibatches, 1)
+    assert sizes == [0, *2 * {1: [10, 10, 10, 10, 4], 2: [20, 20, 4]}[at_once]]
+    assert all(torch.equal(weights[name], value) for name, value in whole.items())
 
 
 def test_every_pass_trains_every_decision_once() -> None:

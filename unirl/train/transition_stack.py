@@ -19,13 +19,16 @@ from unirl.sde.noise import key_seed
 from unirl.train.element_values import ElementValues
 from unirl.train.normalization import RunningStatistics
 from unirl.train.stack import PreparedStep, TrainStack, merge_ranks
-from unirl.types.batch import take_rows
+from unirl.types.batch import take_rows, tensors_of
 from unirl.types.device import to_device
 from unirl.types.facts import ModelFacts
 from unirl.types.protocols import TrainingProgress
 from unirl.types.results import Metrics, TrainStepResult, merge
 from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.segments import ActionSegment, PackedSegment
+
+COPIED_BYTES = 2**28
+"""Size of the copies of decisions, in the order of their minibatches, that exist at once beside the decisions."""
 
 
 @dataclass(eq=False)
@@ -93,16 +96,20 @@ class TransitionStack(TrainStack):
         [count] = current().max_over_dp([-(-len(counted) // size)])
         nothing = single_elements(rows, counted[:0])
         results: list[Metrics] = []
-        width = self.forward_decisions or size
+        width, at_once = self.forward_decisions or size, minibatches_at_once(rows, size)
         for epoch in range(self.epochs):
             seed = key_seed(self.backend.seed, f"minibatches{self.backend.updates}")
             order = counted[permutation(len(counted), seed)]
-            shuffled = single_elements(rows, order)
             for i in range(count):
+                if i % at_once == 0:  # a slice of many minibatches takes less time than a selection for each
+                    first = i * size
+                    shuffled = single_elements(rows, order[first : first + at_once * size])
                 # Every rank makes as many forwards, so a short minibatch ends in parts without a decision.
                 starts = range(i * size, (i + 1) * size, width)
                 spans = [(start, min(start + width, starts.stop, len(order))) for start in starts]
-                parts = [shuffled.slice(*span) if span[0] < span[1] else nothing for span in spans]
+                parts = [
+                    shuffled.slice(start - first, stop - first) if start < stop else nothing for start, stop in spans
+                ]
                 places = [order[start:stop] for start, stop in spans]
                 watch = values.watch_places(rows, places) if epoch == self.epochs - 1 else None
                 results.append(self.update(parts, work.now, first=not results, watch=watch))
@@ -129,6 +136,12 @@ def counted_elements(rows: RolloutTrack[PackedSegment]) -> Tensor:
     segment = rows.segment
     lengths = to_device(segment.lengths, segment.loss_mask.device)
     return segment.loss_mask & (rows.weight > 0).repeat_interleave(lengths, output_size=len(segment.loss_mask))
+
+
+def minibatches_at_once(rows: RolloutTrack[PackedSegment], size: int) -> int:
+    """The number of minibatches of `size` elements whose copy has at most COPIED_BYTES, and at least one."""
+    num_bytes = sum(tensor.nbytes for tensor in tensors_of(rows.segment.packed_fields()))
+    return max(COPIED_BYTES * max(len(rows.segment.loss_mask), 1) // max(num_bytes * size, 1), 1)
 
 
 def permutation(count: int, seed: int) -> Tensor:

@@ -9,6 +9,6 @@ bash scripts/bootstrap.sh
 # The models of the tests are tiny, and many run in several processes: threads would only wait for each other.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # conftest.py says what stays together. Who switches xdist off gets none of its options.
-shared=(-n auto --dist loadfile --no-loadscope-reorder)
+shared=(-n auto --dist loadfile --no-loadscope-reorder --max-worker-restart=0)
 case " $* " in *" -p no:xdist "* | *" -pno:xdist "*) shared=() ;; esac
 exec .venv/bin/python -m pytest ${shared[@]+"${shared[@]}"} "$@"

@@ -20,8 +20,8 @@ settings.load_profile("unirl")
 def pytest_addoption(parser: pytest.Parser) -> None:
     words = "runs that tests/trainer/test_kill_and_resume.py kills in the full tier (default 8)"
     parser.addoption("--kills", type=int, default=8, help=words)
-    words = "seeds of the learning curves that are marked seeds (default 3)"
-    parser.addoption("--seeds", type=int, default=3, help=words)
+    words = "seeds of the learning curves that are marked seeds (default 2)"
+    parser.addoption("--seeds", type=int, default=2, help=words)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

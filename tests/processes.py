@@ -3,12 +3,15 @@
 import multiprocessing
 import os
 import runpy
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Any
 
 # One server serves the whole session, so whoever comes first decides for all. The large libraries are lazy: importing
 # one imports nothing of what a model needs.
@@ -61,6 +64,24 @@ def become(words: Sequence[str], output: Path) -> None:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(words[0], run_name="__main__")
+
+
+@contextmanager
+def process_of(words: Sequence[str], **settings: Any) -> Iterator[subprocess.Popen[str]]:
+    """A process that has ended after the block, also where the block fails: a plain `Popen` would wait for its end.
+
+    Args:
+        settings: further arguments of `Popen`.
+    """
+    with subprocess.Popen(words, text=True, **settings) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.terminate()  # which lets it end its children
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(60)
+                process.kill()
 
 
 def is_running(pid: int) -> bool:

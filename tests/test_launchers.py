@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.processes import is_running
+from tests.processes import is_running, process_of
 from tests.source_tree import ROOT
 from tests.trainer.child import begin
 from tests.trainer.child import said as said_in
@@ -250,7 +250,7 @@ def test_a_worker_without_a_head_gives_up_with_the_status_of_a_stall(venv):
 def test_sigterm_reaches_the_trainer_which_decides_and_ray_ends_after_it(venv):
     environment = clean_environment(**cluster(venv), TRAIN_FOREVER="1")
     command = ["bash", str(MULTI), "diffusion/sd3_trainside"]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as head:
+    with process_of(command, env=environment, stdout=subprocess.PIPE) as head:
         assert head.stdout is not None
         while head.stdout.readline() != "training\n":
             assert head.poll() is None
@@ -350,7 +350,7 @@ def test_head_and_worker_meet_train_once_and_leave_together(tmp_path):
     variables = cluster(venv, HEAD_IP="127.0.0.2", RAY_START_ARGS=sizes)
     command = ["bash", str(MULTI), "diffusion/sd3_trainside"]
     joining = clean_environment(**variables | {"NODE_RANK": "1", "NODE_IP": "127.0.0.3"})
-    with subprocess.Popen(command, env=joining, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as worker:
+    with process_of(command, env=joining, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as worker:
         head = launch(MULTI, *command[2:], **variables)
         printed, said = worker.communicate(timeout=600)
     assert head.returncode == 7, head.stderr

@@ -1,6 +1,5 @@
 """`unirl view`: the address that it prints, and bad input."""
 
-import os
 import signal
 import socket
 import subprocess
@@ -10,6 +9,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.processes import process_of
 from tests.recorded_runs import record
 from unirl.cli.main import main
 from unirl.cli.view import own_names, read_token
@@ -20,7 +20,7 @@ def test_the_printed_address_answers_until_a_signal(tmp_path):
     token = "t" * 20
     (tmp_path / "token").write_text(f"{token}\n")
     command = [sys.executable, "-m", "unirl.cli", "view", "--token-file", "token"]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
+    with process_of(command, cwd=tmp_path, stdout=subprocess.PIPE) as process:
         address = urlsplit(process.stdout.readline().strip())
         assert (address.hostname, address.query) == ("127.0.0.1", f"token={token}")
         connection = HTTPConnection(address.hostname, address.port, timeout=20)

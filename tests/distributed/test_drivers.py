@@ -84,12 +84,11 @@ def family(mark: str) -> list[int]:
     "then",
     [
         "pool.close(); pool.close(); Path(sys.argv[1]).touch(); time.sleep(60)",
-        "Path(sys.argv[1]).touch(); os.kill(os.getpid(), signal.SIGKILL)",
         "freeze_agents(); Path(sys.argv[1]).touch(); os.kill(os.getpid(), signal.SIGKILL)",
         "Path(sys.argv[1]).touch(); os.kill(os.getpid(), signal.SIGTERM)",
         "Path(sys.argv[1]).touch(); raise RuntimeError",
     ],
-    ids=["close", "sigkill", "sigkill-frozen-agents", "sigterm", "exception"],
+    ids=["close", "sigkill-frozen-agents", "sigterm", "exception"],
 )
 def test_no_process_is_left(then, tmp_path) -> None:
     mark = f"UNIRL_TEST_MARK={tmp_path}"

@@ -17,7 +17,7 @@ from multiprocessing import AuthenticationError
 import pytest
 import torch
 
-from tests.processes import is_running, wait_until
+from tests.processes import is_running, process_of, wait_until
 from unirl.cli.main import run_command
 from unirl.cli.train import parsed
 from unirl.config.device_sets import DeviceSet
@@ -227,8 +227,9 @@ def rank_of(pid: int) -> str:
 )
 def test_a_rank_that_is_killed_ends_the_others_within_seconds(tmp_path, victim, says):
     words = ["num_rollouts=100000", "save_interval=1", "evaluation.eval_steps=0", f"run.dir={tmp_path / 'run'}"]
-    with subprocess.Popen(under_torchrun(*words), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
-        assert wait_until((tmp_path / "run" / "checkpoints" / "LATEST").exists, 120)
+    with process_of(under_torchrun(*words), stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as run:
+        saved = tmp_path / "run" / "checkpoints" / "LATEST"
+        assert wait_until(lambda: run.poll() is not None or saved.exists(), 600) and run.poll() is None
         children = subprocess.run(["pgrep", "-P", str(run.pid)], capture_output=True, text=True).stdout.split()
         ranks = {rank_of(int(pid)): int(pid) for pid in children}
         os.kill(ranks[str(victim)], signal.SIGKILL)

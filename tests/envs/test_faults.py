@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.processes import process_of
 from unirl.config.errors import EpisodeError
 from unirl.envs.gymnasium import GymnasiumEnvironment
 from unirl.envs.slots import success_in
@@ -121,7 +122,7 @@ environment.step([0, 1], torch.zeros(2, dtype=torch.int64))
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="reads /proc")
 def test_no_worker_outlives_a_run_that_is_killed():
-    with subprocess.Popen([sys.executable, "-c", RUN % FAULTY], stdout=subprocess.PIPE, text=True) as run:
+    with process_of([sys.executable, "-c", RUN % FAULTY], stdout=subprocess.PIPE) as run:
         assert run.stdout is not None
         workers = [Path("/proc") / pid for pid in run.stdout.readline().split()]
         assert len(workers) == 2 and all(path.exists() for path in workers)

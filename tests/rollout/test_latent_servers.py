@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests import fake_servers
+from tests.processes import process_of
 from tests.served_latents import Served, asking, serving
 from unirl.config.errors import EngineError, IncompatibleError, SamplingMismatchError, SyncError, WeightsLostError
 from unirl.rollout.engine.serving import server
@@ -234,7 +235,7 @@ def test_samples_that_are_broken_off_are_asked_for_again(kind, tmp_path) -> None
 def test_a_server_that_is_gone_is_named(kind, tmp_path) -> None:
     """The command starts a server in a process of its own, which kills itself while it samples."""
     words = [sys.executable, "-m", "unirl.cli", "engines", "fake", "--engine", kind.name, "--fault", "die"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+    with process_of(words, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         url = process.stdout.readline().strip()
         with kind.serving(tmp_path, url=url) as served:

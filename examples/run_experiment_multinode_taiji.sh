@@ -86,7 +86,7 @@ if dry; then
   exec env "RAY_ADDRESS=$address" "${train[@]}"
 fi
 
-ray_pid="" train_pid="" log=""
+ray_pid="" train_pid="" early="" log=""
 
 # Starts a job in its own process group, so that signals to the group of this script (Ctrl-C) do not reach it.
 in_own_group() {
@@ -135,7 +135,10 @@ outlast() {
   done
 }
 
-forward() { [[ -z "$train_pid" ]] || kill "-$1" "$train_pid" 2>/dev/null || true; }
+# Passes a signal on to the trainer, or keeps it until the trainer has started.
+forward() {
+  if [[ -n "$train_pid" ]]; then kill "-$1" "$train_pid" 2>/dev/null || true; else early="$1"; fi
+}
 
 run_head() {
   local status=0 joined_pid
@@ -152,11 +155,12 @@ run_head() {
     return 10
   fi
   ((status == 0)) || return "$status"
-  in_own_group "${train[@]}"
-  train_pid=$!
   trap 'forward TERM' TERM
   trap 'forward INT' INT
   trap 'forward USR1' USR1
+  in_own_group "${train[@]}"
+  train_pid=$!
+  [[ -z "$early" ]] || forward "$early"
   outlast "$train_pid"
 }
 

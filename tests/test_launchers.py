@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.processes import is_running, process_of
+from tests.processes import is_running, process_of, wait_until
 from tests.source_tree import ROOT
 from tests.trainer.child import begin
 from tests.trainer.child import said as said_in
@@ -39,6 +39,7 @@ printf '<%s>' "$@"
 printf '\\n'
 if [[ -n "${TRAIN_FOREVER:-}" ]]; then
   trap 'exit 75' TERM
+  [[ -z "${TRAINS:-}" ]] || : >"$TRAINS"
   echo training
   while :; do sleep 0.05; done
 fi
@@ -254,8 +255,29 @@ def test_sigterm_reaches_the_trainer_which_decides_and_ray_ends_after_it(venv):
         assert head.stdout is not None
         while head.stdout.readline() != "training\n":
             assert head.poll() is None
+        assert wait_until((venv / "ray.pid.rank").exists, 60)
         head.send_signal(signal.SIGTERM)
         assert head.wait(timeout=300) == 75
+    assert not is_running(int((venv / "ray.pid").read_text()))
+
+
+AT_THE_START = """\
+set -o functrace
+at_the_start() {
+  [[ "$1" == 'train_pid=$!' ]] || return 0
+  until [[ -e "$TRAINS" ]]; do sleep 0.02; done
+  kill -TERM $$
+}
+trap 'at_the_start "$BASH_COMMAND"' DEBUG
+"""
+"""Bash reads this first (BASH_ENV). The head gets SIGTERM just before it notes the process of its trainer."""
+
+
+def test_sigterm_while_the_trainer_starts_reaches_it(venv, tmp_path):
+    (tmp_path / "first.sh").write_text(AT_THE_START)
+    hooked = {"BASH_ENV": str(tmp_path / "first.sh"), "TRAINS": str(tmp_path / "trains")}
+    done = launch(MULTI, "diffusion/sd3_trainside", **cluster(venv), TRAIN_FOREVER="1", **hooked)
+    assert done.returncode == 75, done.stderr
     assert not is_running(int((venv / "ray.pid").read_text()))
 
 

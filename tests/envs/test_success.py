@@ -86,7 +86,7 @@ def test_a_reward_is_success_and_on_request_the_change_of_its_probability(classi
 
 
 def test_files_and_tasks_that_are_not_known_are_refused(classifier, tmp_path) -> None:
-    with pytest.raises(NotFoundError, match=r"no file .*absent.* scripts/train_success_classifier.py writes one"):
+    with pytest.raises(NotFoundError, match=r"no file .*absent.* which scripts/train_success_classifier.py writes"):
         SuccessReward(path=str(tmp_path / "absent"))
     (tmp_path / "text").write_text("nothing of this kind")
     with pytest.raises(NotFoundError, match="is no success classifier"):

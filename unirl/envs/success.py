@@ -115,7 +115,7 @@ class SuccessClassifier(nn.Module):
         """
         from safetensors import SafetensorError, safe_open
 
-        way_out = "scripts/train_success_classifier.py writes one"
+        way_out = "Set `path` to the file of one, which scripts/train_success_classifier.py writes"
         if not file.is_file():
             raise NotFoundError(f"there is no file {file} with a success classifier. {way_out}")
         try:

@@ -22,7 +22,7 @@ from unirl.types.environments import (
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """What a running episode of one slot showed last."""
+    """The running episode of a slot: its newest image, and its task."""
 
     frame: Tensor  # [3, H, W] uint8
     task: str

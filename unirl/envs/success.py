@@ -108,7 +108,7 @@ class SuccessClassifier(nn.Module):
 
     @classmethod
     def read(cls, file: Path) -> Self:
-        """What `write` wrote.
+        """Read a file that `write` made.
 
         Raises:
             NotFoundError: 4001, there is no such file, or it holds something else.

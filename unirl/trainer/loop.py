@@ -67,7 +67,7 @@ def libraries_not_collected() -> Iterator[None]:
 
     They are most of the objects of a process, and looking through them can take a tenth of a run of tiny networks.
     """
-    if gc.get_freeze_count():  # whoever owns the process has done this
+    if gc.get_freeze_count():  # the process that calls this has done it already
         yield
         return
     gc.collect()

@@ -20,11 +20,14 @@ from unirl.types.device import accelerator
 WIDTH = 128
 """Units of the layer after the convolutions."""
 FORWARD_IMAGES = 32
-"""Images of every forward: shorter ones are filled up, so that the bits of an image do not depend on the others."""
+"""Images of a forward. The last one is filled up with copies, so the bits of an image do not depend on the others."""
 
 
 class SuccessClassifier(nn.Module):
-    """The probability that an image shows that a task is done: convolutions, the number of the task, two layers."""
+    """A network that says how likely an image shows that a task is done.
+
+    Convolutions read the image; two layers read their features and which task it is.
+    """
 
     def __init__(self, size: tuple[int, int], tasks: Sequence[str]) -> None:
         """
@@ -57,7 +60,10 @@ class SuccessClassifier(nn.Module):
 
     @torch.no_grad()
     def probabilities(self, images: Tensor, tasks: Sequence[str]) -> Tensor:
-        """[N] float32 on the CPU, of images [N, 3, H, W] uint8 and their tasks. An image's bits are its own."""
+        """[N] float32 on the CPU: the probability of success of each image [3, H, W] uint8 for its task.
+
+        The bits of a row depend on its own image and task alone.
+        """
         numbers, device = self.numbers(tasks), next(self.parameters()).device
         found = []
         for chunk in padded_chunks(len(images), FORWARD_IMAGES, FORWARD_IMAGES):

@@ -28,7 +28,7 @@ from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.segments import ActionSegment, PackedSegment
 
 COPIED_BYTES = 2**28
-"""Size of the copies of decisions, in the order of their minibatches, that exist at once beside the decisions."""
+"""Minibatches are copied from the decisions of a step in blocks of at most this many bytes, or one at a time."""
 
 
 @dataclass(eq=False)

@@ -1,6 +1,5 @@
 """What tests of several folders share: one Ray for the whole session, started when the first test needs it."""
 
-import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -28,13 +27,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.definition.get_closest_marker("seeds"):
         metafunc.parametrize("seed", range(1, metafunc.config.getoption("seeds") + 1))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _libraries_not_collected() -> None:
-    """Garbage collection leaves out what is imported so far: looking through the libraries takes half a second."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from tests import shapes, warm_servers
+from tests import shapes, warm_ray, warm_servers
 from unirl.rollout.engine.serving import process
 
 shapes.install(*shapes.ANNOTATED)
@@ -20,8 +20,8 @@ settings.load_profile("unirl")
 def pytest_addoption(parser: pytest.Parser) -> None:
     words = "runs that tests/trainer/test_kill_and_resume.py kills in the full tier (default 8)"
     parser.addoption("--kills", type=int, default=8, help=words)
-    words = "seeds of the learning curves that are marked seeds (default 2)"
-    parser.addoption("--seeds", type=int, default=2, help=words)
+    words = "seeds of the learning curves that are marked seeds (default 1)"
+    parser.addoption("--seeds", type=int, default=1, help=words)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -52,7 +52,14 @@ def hub_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def ray_session() -> Iterator[None]:
+def warm_ray_workers() -> Iterator[None]:
+    """Ray clusters that this process and those of `processes.like_this` start have workers within milliseconds."""
+    with warm_ray.warm_workers():
+        yield
+
+
+@pytest.fixture(scope="session")
+def ray_session(warm_ray_workers) -> Iterator[None]:
     """Ray is up in this process, with room for several pools."""
     if " " in sys.executable:
         pytest.skip("Ray starts no workers from an interpreter whose path has a blank")

@@ -1,5 +1,6 @@
 """Processes that tests start, and whether they still run."""
 
+import atexit
 import multiprocessing
 import os
 import runpy
@@ -9,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ PRELOAD += ["diffusers.models.autoencoders", "diffusers.models.transformers.tran
 PRELOAD += ["diffusers.schedulers.scheduling_flow_match_euler_discrete", "transformers.models.clip.modeling_clip"]
 PRELOAD += ["transformers.models.clip.tokenization_clip", "transformers.models.t5.modeling_t5"]
 PRELOAD += ["transformers.models.t5.tokenization_t5", "peft", "torch._dynamo", "torch.distributed.checkpoint"]
-PRELOAD += ["tests.toy", "pytest", "tests.frozen"]
+PRELOAD += ["tests.toy", "tests.warm_ray", "pytest", "tests.frozen"]
 
 
 def forkserver() -> ForkServerContext:
@@ -29,6 +30,28 @@ def forkserver() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context
+
+
+def like_this(
+    target: Callable[..., object], *args: object, environ: Mapping[str, str] | None = None
+) -> ForkServerProcess:
+    """A started process of `forkserver` with the environment of this process, which a server does not see change.
+
+    Args:
+        environ: environment variables to add.
+    """
+    process = forkserver().Process(target=_in_environment, args=({**os.environ, **(environ or {})}, target, args))
+    process.start()
+    return process
+
+
+def _in_environment(environ: dict[str, str], target: Callable[..., object], args: Sequence[object]) -> None:
+    from tests.warm_ray import use_warm_workers
+
+    os.environ.clear()
+    os.environ.update(environ)
+    use_warm_workers()
+    target(*args)
 
 
 def run_python(words: Sequence[str], folder: Path, environ: Mapping[str, str] | None = None) -> tuple[int, str]:
@@ -39,15 +62,13 @@ def run_python(words: Sequence[str], folder: Path, environ: Mapping[str, str] | 
     """
     with tempfile.TemporaryDirectory() as place:
         output = Path(place) / "output"
-        process = forkserver().Process(target=_run_python, args=(list(words), folder, output, dict(environ or {})))
-        process.start()
+        process = like_this(_run_python, list(words), folder, output, environ=environ)
         process.join()
         assert process.exitcode is not None
         return process.exitcode, output.read_text()
 
 
-def _run_python(words: list[str], folder: Path, output: Path, environ: dict[str, str]) -> None:
-    os.environ.update(environ)
+def _run_python(words: list[str], folder: Path, output: Path) -> None:
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     become(words, output)
@@ -60,10 +81,13 @@ def become(words: Sequence[str], output: Path) -> None:
     os.dup2(written, 2)
     module, arguments = (words[1], words[2:]) if words[0] == "-m" else ("", words[1:])
     sys.argv = [module or words[0], *arguments]
-    if module:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(words[0], run_name="__main__")
+    try:
+        if module:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(words[0], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # which the end of an interpreter runs, and that of such a process does not
 
 
 @contextmanager

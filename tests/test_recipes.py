@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.covering_recipes import COVERED, choices_of
 from tests.source_tree import ROOT
 from unirl.config.compose import ComposedConfig, compose
 from unirl.config.errors import ConfigError
@@ -533,3 +534,10 @@ def test_prompt_lists_have_no_duplicates_and_nothing_in_common():
     train, test = (Path(ROOT / f"datasets/pickscore/{name}.txt").read_text().splitlines() for name in ("train", "test"))
     assert (len(train), len(test)) == (200, 50)
     assert len(set(train) | set(test)) == 250
+
+
+@pytest.mark.slow
+def test_every_choice_of_a_recipe_is_run():
+    chosen = set().union(*map(choices_of, COVERED))
+    missing = {recipe: left for recipe in NAMES if (left := choices_of(recipe) - chosen)}
+    assert not missing, "add one of these to COVERING of tests/covering_recipes.py"

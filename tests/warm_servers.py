@@ -49,6 +49,11 @@ class WarmProcess:
         assert status is not None
         return status
 
+    def kill(self) -> None:
+        """End it at once, if it runs."""
+        self._process.kill()
+        self._process.join()
+
 
 def lead(words: Sequence[str], log: Path, env: Mapping[str, str]) -> None:
     """Run `python *words` in this process, as the leader of a session."""

@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.processes import is_running, wait_until
+from tests.processes import is_running, run_python, wait_until
+from tests.source_tree import ROOT
+from tests.warm_ray_worker import SOCKET
+from tests.warm_servers import WarmProcess
 from unirl.config.errors import StallError
 from unirl.distributed.group.failures import watchdog
 
+pytestmark = pytest.mark.usefixtures("warm_ray_workers")
 
-def drive(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A driver of its own."""
-    environment = {**os.environ, "PYTHONPATH": os.getcwd(), **variables}
-    return subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=600, env=environment, check=False
-    )
+
+def drive(script: str, folder: Path, **variables: str) -> tuple[int, str]:
+    """Exit status and output of a driver in a process of its own."""
+    (folder / "driver.py").write_text(script)
+    return run_python(["driver.py"], folder, {"PYTHONPATH": str(ROOT), **variables})
 
 
 @pytest.mark.slow
-def test_a_pool_without_its_cluster_is_refused_in_seconds() -> None:
-    done = drive(
+def test_a_pool_without_its_cluster_is_refused_in_seconds(tmp_path) -> None:
+    _, output = drive(
         """
 import time
 from unirl.config.errors import DependencyError
@@ -37,9 +38,10 @@ try:
 except DependencyError as error:
     print(time.monotonic() - started, error.code)
 """,
+        tmp_path,
         RAY_ADDRESS="127.0.0.1:1",
     )
-    seconds, code = done.stdout.split()
+    seconds, code = output.split()
     assert float(seconds) < 60 and code == "3003"
 
 
@@ -92,25 +94,28 @@ def family(mark: str) -> list[int]:
 )
 def test_no_process_is_left(then, tmp_path) -> None:
     mark = f"UNIRL_TEST_MARK={tmp_path}"
-    child = subprocess.Popen(
-        [sys.executable, "-c", DRIVER.format(then=then), str(tmp_path / "done")],
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": os.getcwd(), "UNIRL_TEST_MARK": str(tmp_path)},
-    )
+    driver = cold_driver(then, tmp_path, UNIRL_TEST_MARK=str(tmp_path))
     try:
         assert wait_until((tmp_path / "done").exists, 600)
-        assert wait_until(lambda: set(family(mark)) <= {child.pid}, 60), family(mark)
+        assert wait_until(lambda: set(family(mark)) <= {driver.pid}, 60), family(mark)
     finally:
-        child.kill()
-        child.wait()
+        driver.kill()
+
+
+def cold_driver(then: str, folder: Path, **variables: str) -> WarmProcess:
+    """A driver that leads a session. Its workers are started by Ray itself, as its children."""
+    (folder / "driver.py").write_text(DRIVER.format(then=then))
+    environment = {name: value for name, value in os.environ.items() if name != SOCKET}
+    environment |= {"PYTHONPATH": str(ROOT), **variables}
+    return WarmProcess([str(folder / "driver.py"), str(folder / "done")], folder / "output", environment)
 
 
 @pytest.mark.slow
-def test_ray_reports_no_worker_that_close_ends() -> None:
+def test_ray_reports_no_worker_that_close_ends(tmp_path) -> None:
     """The cluster gets five seconds to tell of the workers that were killed."""
     then = "pool.join_threads = lambda seconds: time.sleep(5.0); pool.close(); print('closed')"
-    done = drive(DRIVER.format(then=then))
-    assert done.stdout.splitlines() == ["closed"] and "raylet" not in done.stderr, done.stdout + done.stderr
+    _, output = drive(DRIVER.format(then=then), tmp_path)
+    assert "closed" in output.splitlines() and "raylet" not in output, output
 
 
 @pytest.mark.slow
@@ -123,38 +128,35 @@ pids = [worker.process_info.pid for worker in pool.worker_refs.values()]
 print(json.dumps([os.path.exists(f"/proc/{pid}") for pid in pids]))
 pool.close()
 """
-    child = subprocess.run(
-        [sys.executable, "-c", DRIVER.format(then=then)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        start_new_session=True,
-        env={**os.environ, "PYTHONPATH": os.getcwd()},
-        check=False,
-    )
-    said = [line for line in child.stdout.splitlines() if line.startswith(("[true", "[false"))]
-    assert said == ["[true, true]"], child.stdout + child.stderr
+    driver = cold_driver(then, tmp_path)
+    driver.wait(600)
+    output = (tmp_path / "output").read_text()
+    assert [line for line in output.splitlines() if line.startswith(("[true", "[false"))] == ["[true, true]"], output
 
 
 # The local runtime
 
 
 def test_a_phase_that_hangs_in_this_process_ends_it_with_its_stacks(tmp_path) -> None:
-    done = drive(f"""
+    status, output = drive(
+        f"""
 import threading
 from pathlib import Path
 from unirl.distributed.group.failures import watchdog
 with watchdog("phase train", 0.2, Path({str(tmp_path)!r})):
     threading.Event().wait()
-""")
-    assert done.returncode == StallError.exit_status == 8
-    assert "error[8001]: phase train made no progress for 0.2 s" in done.stderr
+""",
+        tmp_path,
+    )
+    assert status == StallError.exit_status == 8
+    assert "error[8001]: phase train made no progress for 0.2 s" in output
     [stacks] = tmp_path.glob("*/driver.txt")
     assert "threading.Event().wait()" in stacks.read_text() or "in wait" in stacks.read_text()
 
 
 def test_a_phase_that_makes_progress_may_take_longer_than_the_deadline(tmp_path) -> None:
-    done = drive(f"""
+    status, output = drive(
+        f"""
 import time
 from pathlib import Path
 from unirl.config.device_sets import DeviceSet
@@ -170,9 +172,11 @@ with pool.watch("generate"):
 print("done")
 with pool.watch("reward"):
     camera.crawl(0.1, 3, 30.0)
-""")
-    assert "done" in done.stdout and done.returncode == StallError.exit_status
-    assert "phase reward made no progress for 0.5 s" in done.stderr and "crawled a step (time 3)" in done.stderr
+""",
+        tmp_path,
+    )
+    assert "done" in output and status == StallError.exit_status
+    assert "phase reward made no progress for 0.5 s" in output and "crawled a step (time 3)" in output
 
 
 def test_a_phase_that_ends_in_time_is_left_alone(tmp_path) -> None:
@@ -183,9 +187,10 @@ def test_a_phase_that_ends_in_time_is_left_alone(tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_a_submitted_call_that_hangs_does_not_keep_the_process_alive() -> None:
+def test_a_submitted_call_that_hangs_does_not_keep_the_process_alive(tmp_path) -> None:
     started = time.monotonic()
-    done = drive("""
+    status, output = drive(
+        """
 from tests.distributed.roles import Saboteur
 from unirl.config.device_sets import DeviceSet
 from unirl.distributed.group.handle import Remote, submit
@@ -194,8 +199,10 @@ pool = open_pool("local", 1)
 saboteur = pool.group(DeviceSet("device", (0,))).place(Remote("saboteur", Saboteur))
 submit(saboteur.deadlock)
 pool.close()
-""")
-    assert done.returncode == 0, done.stderr
+""",
+        tmp_path,
+    )
+    assert status == 0, output
     assert time.monotonic() - started < 300
 
 
@@ -205,6 +212,7 @@ NODES = """
 import os, signal, time
 from ray.cluster_utils import Cluster
 from tests.distributed.roles import Camera, ids
+from tests.warm_ray import warm_nodes
 from unirl.config.errors import WorkerError
 from unirl.config.device_sets import DeviceSet
 from unirl.distributed.group.handle import Remote, submit
@@ -212,10 +220,12 @@ from unirl.distributed.group.ray_cluster import HEALTH
 from unirl.distributed.group.ray_pool import RayPool
 
 small = {"num_cpus": 2, "object_store_memory": 100 * 2**20}
-cluster = Cluster(initialize_head=True, head_node_args={**small, "_system_config": HEALTH})
+with warm_nodes():
+    cluster = Cluster(initialize_head=True, head_node_args={**small, "_system_config": HEALTH})
 os.environ["RAY_ADDRESS"] = cluster.address
 for number, per_node in ((signal.SIGKILL, 2), (signal.SIGSTOP, 1)):
-    node = cluster.add_node(**small)
+    with warm_nodes():
+        node = cluster.add_node(**small)
     devices = tuple(range(2 * per_node))
     pool = RayPool(len(devices), devices_per_node=per_node, deadline_s=600.0, preload=())
     camera = pool.group(DeviceSet("device", devices)).place(Remote("camera", Camera))
@@ -238,10 +248,10 @@ cluster.shutdown()
 
 
 @pytest.mark.slow
-def test_a_machine_that_is_lost_is_noticed_killed_or_frozen() -> None:
-    done = drive(NODES)
-    said = re.findall(r"^(\w+) (\S+) the worker on device \d .* died while camera.nap ran: ", done.stdout, re.MULTILINE)
-    assert [name for name, _ in said] == ["SIGKILL", "SIGSTOP"], done.stdout + done.stderr
+def test_a_machine_that_is_lost_is_noticed_killed_or_frozen(tmp_path) -> None:
+    _, output = drive(NODES, tmp_path)
+    said = re.findall(r"^(\w+) (\S+) the worker on device \d .* died while camera.nap ran: ", output, re.MULTILINE)
+    assert [name for name, _ in said] == ["SIGKILL", "SIGSTOP"], output
     assert all(float(seconds) < 150 for _, seconds in said), said
 
 
@@ -278,22 +288,24 @@ print("session left:", session.exists(), flush=True)
 
 
 @pytest.mark.slow
-def test_a_raylet_that_died_is_named_and_its_session_folder_is_removed() -> None:
-    done = drive(RAYLET)
+def test_a_raylet_that_died_is_named_and_its_session_folder_is_removed(tmp_path) -> None:
+    _, output = drive(RAYLET, tmp_path)
     named = r"pid (\d+) the worker on device 0 .* died while camera.nap ran: Ray's node process \(raylet, process \1\)"
-    assert re.search(named, done.stdout), done.stdout + done.stderr
-    assert "session left: False" in done.stdout
+    assert re.search(named, output), output
+    assert "session left: False" in output
 
 
 GPUS = """
 import ray
 from tests.distributed.roles import Camera
+from tests.warm_ray import warm_nodes
 from unirl.config.device_sets import DeviceSet
 from unirl.distributed.group.handle import Remote, submit
 from unirl.distributed.group.ray_pool import RayPool
 
 sizes = {"num_gpus": 2, "num_cpus": 1, "object_store_memory": 100 * 2**20}
-ray.init("local", include_dashboard=False, logging_level="ERROR", **sizes)
+with warm_nodes():
+    ray.init("local", include_dashboard=False, logging_level="ERROR", **sizes)
 pool = RayPool(2, preload=())
 device_sets = [DeviceSet("device", (0,)), DeviceSet("device", (1,)), DeviceSet("cpu", (0,))]
 print("apart", [pool.group(device_set).place(Remote("camera", Camera)).visible() for device_set in device_sets])
@@ -309,11 +321,11 @@ ray.shutdown()
 
 
 @pytest.fixture(scope="module")
-def said_on_gpus() -> dict[str, str]:
+def said_on_gpus(tmp_path_factory) -> dict[str, str]:
     """What a driver whose Ray counts two GPUs saw of them, by the name of the question."""
-    done = drive(GPUS)
-    assert done.returncode == 0, done.stderr
-    return dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.startswith(("apart", "beside")))
+    status, output = drive(GPUS, tmp_path_factory.mktemp("gpus"))
+    assert status == 0, output
+    return dict(line.split(" ", 1) for line in output.splitlines() if line.startswith(("apart", "beside")))
 
 
 @pytest.mark.slow

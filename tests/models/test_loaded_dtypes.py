@@ -141,8 +141,8 @@ def own_rows(track: RolloutTrack) -> RolloutTrack:
     return track.slice(current().dp_rank * share, (current().dp_rank + 1) * share)
 
 
-FULLY_TRAINED = ("wan21-i2v", "wan22", "wan22-ti2v", "hunyuan_video15")
-"""Three that keep parameters in float32, and one whose forward of diffusers is replaced by one on whole batches.
+FULLY_TRAINED = ("wan22", "hunyuan_video15")
+"""One that keeps parameters in float32, and one whose forward of diffusers is replaced by one on whole batches.
 
 test_published_training.py trains adapters on every family.
 """

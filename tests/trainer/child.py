@@ -16,14 +16,12 @@ from types import FrameType
 
 import time_machine
 
-from tests.processes import forkserver
+from tests.processes import like_this
 
 
 def begin(recipe: str, folder: Path, *overrides: str, own_session: bool = False) -> ForkServerProcess:
     """`unirl train` into `folder`, begun: on one thread, since several run at a time."""
-    child = forkserver().Process(target=_train, args=(recipe, str(folder), overrides, own_session))
-    child.start()
-    return child
+    return like_this(_train, recipe, str(folder), overrides, own_session)
 
 
 def said(folder: Path) -> str:

@@ -12,6 +12,7 @@ import pytest
 from tests.processes import wait_until
 from tests.trainer.child import begin, said
 from tests.trainer.killing import outcome, steps_in
+from tests.warm_ray_worker import SOCKET
 from unirl.cli.signals import stop_on_signal
 from unirl.config.errors import DataError, LostWorkerError, ResourceError, StallError, WorkerError
 from unirl.config.failures import Restart, Session
@@ -147,7 +148,8 @@ def workers_of(driver: int) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(" " in sys.executable, reason="Ray starts no workers from a path with a blank")
-def test_a_run_whose_worker_is_killed_ends_as_one_that_was_not(tmp_path: Path) -> None:
+def test_a_run_whose_worker_is_killed_ends_as_one_that_was_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SOCKET, raising=False)  # the workers of Ray itself belong to the session of the driver
     unkilled, killed = (begin("diffusion/sd3_trainside", tmp_path / name, *RAY, own_session=True) for name in "ab")
     assert wait_until(lambda: steps_in(tmp_path / "b") >= 2 or not killed.is_alive(), 600)
     victim = workers_of(killed.pid)[-1]

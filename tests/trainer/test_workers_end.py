@@ -14,11 +14,18 @@ import pytest
 from tests.processes import wait_until
 from tests.source_tree import ROOT
 from tests.trainer.child import begin, said
+from tests.warm_ray_worker import SOCKET
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(" " in sys.executable, reason="Ray starts no workers from a path with a blank"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _workers_of_ray_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They belong to the session of the driver, and a warm worker does not."""
+    monkeypatch.delenv(SOCKET, raising=False)
 
 
 def test_a_worker_killed_at_random(tmp_path) -> None:

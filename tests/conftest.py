@@ -18,8 +18,8 @@ settings.load_profile("unirl")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    words = "runs that tests/trainer/test_kill_and_resume.py kills in the full tier (default 8)"
-    parser.addoption("--kills", type=int, default=8, help=words)
+    words = "runs that tests/trainer/test_kill_and_resume.py kills in the full tier (default 6)"
+    parser.addoption("--kills", type=int, default=6, help=words)
     words = "seeds of the learning curves that are marked seeds (default 1)"
     parser.addoption("--seeds", type=int, default=1, help=words)
 

@@ -68,6 +68,7 @@ def warm_nodes() -> Iterator[None]:
     def with_shim(self: RayParams, *args: object, **kwargs: object) -> None:
         made(self, *args, **kwargs)
         self.setup_worker_path = str(SHIM)
+        self.include_log_monitor, self.no_monitor = False, True  # nobody reads logs, and no node is added by itself
 
     with pytest.MonkeyPatch.context() as patch:
         if SOCKET in os.environ:

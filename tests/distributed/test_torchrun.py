@@ -17,7 +17,7 @@ from multiprocessing import AuthenticationError
 import pytest
 import torch
 
-from tests.processes import is_running, process_of, wait_until
+from tests.processes import is_running, process_of, run_python, wait_until
 from unirl.cli.main import run_command
 from unirl.cli.train import parsed
 from unirl.config.device_sets import DeviceSet
@@ -184,15 +184,15 @@ def under_torchrun(*words: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_two_ranks_give_the_bits_of_two_workers_of_ray(tmp_path):
+def test_two_ranks_give_the_bits_of_two_workers_of_ray(warm_ray_workers, tmp_path):
     words = ["num_rollouts=2", "evaluation.eval_steps=0"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    theirs = [sys.executable, "-m", "unirl.train_diffusion", f"--config-name={TRAINSIDE}", "scale=toy", "num_devices=2"]
-    for name, command in (("torchrun", under_torchrun()), ("ray", theirs)):
-        done = subprocess.run(
-            [*command, *words, f"run.dir={tmp_path / name}"], env=environment, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
+    one_thread = {"OMP_NUM_THREADS": "1"}
+    ranks = under_torchrun(*words, f"run.dir={tmp_path / 'torchrun'}")
+    done = subprocess.run(ranks, env=os.environ | one_thread, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    workers = ["-m", "unirl.train_diffusion", f"--config-name={TRAINSIDE}", "scale=toy", "num_devices=2"]
+    status, output = run_python([*workers, *words, f"run.dir={tmp_path / 'ray'}"], tmp_path, one_thread)
+    assert status == 0, output
     weights = [
         {
             path.name: sha256(path.read_bytes()).hexdigest()

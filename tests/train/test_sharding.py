@@ -167,11 +167,10 @@ def case_of(model: str, lora: bool, size: int | None, **options: Any) -> Case:
 
 FAST = [(2, None), (4, 2)]
 ALL = [(2, None), (2, 1), (4, None), (4, 2), (4, 1)]
-CASES = [("toy", num, size) for num, size in FAST] + [
-    pytest.param(model, num, size, marks=pytest.mark.slow)
-    for model in ("toy", "sd3")
-    for num, size in ALL
-    if (model, (num, size)) not in [("toy", layout) for layout in FAST]
+CASES = [
+    pytest.param(model, *layout, marks=() if (model, layout) in [("toy", each) for each in FAST] else pytest.mark.slow)
+    for model, layouts in (("toy", ALL), ("sd3", FAST))
+    for layout in layouts
 ]
 
 

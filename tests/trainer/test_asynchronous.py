@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -42,17 +44,31 @@ def test_a_step_samples_from_the_weights_of_so_many_steps_before(staleness, tmp_
     assert [row["rollout/staleness_max"] for row in rows] == [2 * step - versions[step] for step in range(6)]
 
 
+SAVED = ("save_interval=1", "evaluation.eval_steps=2")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Callable[[int], Path]:
+    """The folder of a run of five steps without a stop, by its staleness."""
+
+    @cache
+    def made(staleness: int) -> Path:
+        folder = tmp_path_factory.mktemp("whole")
+        run(folder, "num_rollouts=5", f"asynchronous.max_staleness={staleness}", *SAVED)
+        return folder
+
+    return made
+
+
 @pytest.mark.parametrize(
     ("staleness", "stop"),
     [(1, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 1), (3, 1), (3, 2), (3, 4)))],
 )
-def test_a_stopped_run_resumes_exactly(staleness, stop, tmp_path) -> None:
-    settings = (f"asynchronous.max_staleness={staleness}", "save_interval=1", "evaluation.eval_steps=2")
-    run(tmp_path / "whole", "num_rollouts=5", *settings)
-    run(tmp_path / "broken", f"num_rollouts={stop}", *settings)
-    run(tmp_path / "broken", "num_rollouts=5", *settings)
-    assert metrics_of(tmp_path / "broken") == metrics_of(tmp_path / "whole")
-    assert final_weights(tmp_path / "broken", 5) == final_weights(tmp_path / "whole", 5)
+def test_a_stopped_run_resumes_exactly(staleness, stop, whole, tmp_path) -> None:
+    for steps in (stop, 5):
+        run(tmp_path, f"num_rollouts={steps}", f"asynchronous.max_staleness={staleness}", *SAVED)
+    assert metrics_of(tmp_path) == metrics_of(whole(staleness))
+    assert final_weights(tmp_path, 5) == final_weights(whole(staleness), 5)
 
 
 def test_a_run_that_ends_while_later_steps_are_under_way_resumes_exactly(tmp_path, monkeypatch) -> None:

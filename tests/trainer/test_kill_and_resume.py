@@ -59,7 +59,7 @@ def test_killed_runs_of_text_resume_bit_for_bit(text, tmp_path) -> None:
 
 @pytest.mark.slow
 def test_more_killed_runs_resume_bit_for_bit(pictures, tmp_path, pytestconfig) -> None:
-    """Up to the number of `--kills`: 24 are the evidence, 8 the everyday check."""
+    """Up to the number of `--kills`: 24 are the evidence, 6 the everyday check."""
     assert pictures.broken_cases(range(3, pytestconfig.getoption("kills")), tmp_path) == []
 
 

@@ -121,7 +121,7 @@ def test_an_engine_of_its_own_changes_no_token_in_one_process(layout, tune, trai
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "tune"), zip(ON_RAY, itertools.cycle(["lora", "full"]), strict=False))
+@pytest.mark.parametrize(("layout", "tune"), list(zip(ON_RAY, itertools.cycle(["lora", "full"]), strict=False)))
 def test_workers_and_the_way_that_weights_take_change_no_token(layout, tune, trainside, workers, tmp_path) -> None:
     settings = (*ON_RAY[layout], "runtime=ray", *([LORA] if tune == "lora" else []))
     assert_same(run(tmp_path, *settings), trainside[tune])

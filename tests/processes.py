@@ -35,7 +35,7 @@ def forkserver() -> ForkServerContext:
 def like_this(
     target: Callable[..., object], *args: object, environ: Mapping[str, str] | None = None
 ) -> ForkServerProcess:
-    """A started process of `forkserver` with the environment of this process, which a server does not see change.
+    """Starts a process of `forkserver` and gives it the environment variables that this process has now.
 
     Args:
         environ: environment variables to add.

@@ -41,10 +41,12 @@ def warm_workers() -> Iterator[None]:
         server.start()
         assert wait_until(path.exists, START_S)
         os.environ[SOCKET] = str(path)
-        yield
-        del os.environ[SOCKET]
-        server.kill()
-        server.join()
+        try:
+            yield
+        finally:
+            del os.environ[SOCKET]
+            server.kill()
+            server.join()
 
 
 def use_warm_workers() -> None:

@@ -120,16 +120,15 @@ def test_workers_change_nothing(layout, devices, tune, local, workers, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tune", ["full"])
-def test_a_run_saved_on_two_ranks_continues_on_one_and_on_four(tune, local, workers, tmp_path) -> None:
-    recipe, *overrides = RECIPES["trainside", tune]
+def test_a_run_saved_on_two_ranks_continues_on_one_and_on_four(local, workers, tmp_path) -> None:
+    recipe, *overrides = RECIPES["trainside", "full"]
     run(tmp_path / "two", recipe, *overrides, "runtime=ray", "num_devices=2", f"num_rollouts={SAVED}")
     for devices, runtime in ((1, "local"), (4, "ray")):
         folder = tmp_path / str(devices)
         shutil.copytree(tmp_path / "two", folder)
         result = run(folder, recipe, *overrides, f"runtime={runtime}", f"num_devices={devices}")
         assert len(result.logp) == STEPS - SAVED
-        whole = local[tune]
+        whole = local["full"]
         rest = Outcome(whole.logp[SAVED:], whole.rewards[SAVED:], whole.pictures[SAVED:], whole.weights, 0)
         assert_same(result, rest)
 
